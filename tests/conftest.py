@@ -1,0 +1,29 @@
+"""Session-wide test settings: deterministic property tests, and no rank left running at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported here or in a worker process: ranks share the machine's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+from tests import harness  # noqa: E402
+
+hypothesis.settings.register_profile(
+    "ep_comm",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("ep_comm")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_session() -> Iterator[None]:
+    yield
+    harness.shutdown()
