@@ -1,0 +1,1 @@
+"""CUDA C++ sources, installed as the package ``ep_comm._kernels``; no Python code lives here."""
