@@ -169,7 +169,7 @@ class _Pool:
             worker.pipe.recv_bytes()
 
     def _collect(self, world_size: int, timeout: float, tolerate_death: bool) -> dict[int, _Outcome]:
-        """Wait until every rank has reported or died, a peer's failure has used up its grace, or time is up."""
+        """Wait until every rank has reported or died, a failure has used up its grace, or time is up."""
         deadline = time.monotonic() + timeout
         waiting = {worker.pipe: rank for rank, worker in enumerate(self.workers[:world_size])}
         outcomes: dict[int, _Outcome] = {}

@@ -1,4 +1,4 @@
-"""The harness itself: results by rank, errors with their traceback, dead and stuck ranks, nothing left behind."""
+"""The harness: results by rank, errors with their traceback, dead and stuck ranks, nothing left behind."""
 
 from __future__ import annotations
 
