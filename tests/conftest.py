@@ -8,10 +8,10 @@ from collections.abc import Iterator
 # Before torch is imported here or in a worker process: ranks share the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import pytest
 
-from tests import harness  # noqa: E402
+from tests import harness
 
 hypothesis.settings.register_profile(
     "ep_comm",

@@ -26,11 +26,12 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Caught", "Died", "RankFailed", "expect_error", "run_ranks", "shutdown"]
+__all__ = ["Caught", "Died", "RankError", "expect_error", "run_ranks", "shutdown"]
 
 # After one rank has failed, its peers usually wait for it in a collective: this is how long they get
 # to report their own error before they are killed.
@@ -38,7 +39,7 @@ GRACE_SECONDS = 3.0
 START_SECONDS = 120.0
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died or did not finish; the message holds its traceback."""
 
 
@@ -85,7 +86,7 @@ def run_ranks(
         group_timeout: seconds a collective waits for a peer. Only with ``fresh``.
 
     Raises:
-        RankFailed: a rank raised (its traceback is in the message), died, or did not finish in time.
+        RankError: a rank raised (its traceback is in the message), died, or did not finish in time.
     """
     job = pickle.dumps((fn, args))
     if fresh:
@@ -165,7 +166,7 @@ class _Pool:
         self.workers.extend(new)
         for worker in new:
             if not worker.pipe.poll(START_SECONDS):
-                raise RankFailed(f"{worker.process.name} did not start within {START_SECONDS:.0f} s")
+                raise RankError(f"{worker.process.name} did not start within {START_SECONDS:.0f} s")
             worker.pipe.recv_bytes()
 
     def _collect(self, world_size: int, timeout: float, tolerate_death: bool) -> dict[int, _Outcome]:
@@ -199,7 +200,7 @@ atexit.register(shutdown)
 def _unwrap(
     outcomes: dict[int, _Outcome], workers: list[_Worker], timeout: float, tolerate_death: bool
 ) -> list[Any]:
-    """Results by rank, or RankFailed with every failed rank's story, the first to fail first."""
+    """Results by rank, or RankError with every failed rank's story, the first to fail first."""
     stories = [f"rank {rank} raised:\n{out.trace}" for rank, out in outcomes.items() if not out.ok]
     results: list[Any] = []
     for rank, worker in enumerate(workers):
@@ -214,7 +215,7 @@ def _unwrap(
             stories.append(f"rank {rank} died with exit code {exitcode}")
         results.append(Died(exitcode))
     if stories:
-        raise RankFailed("\n".join(stories))
+        raise RankError("\n".join(stories))
     return results
 
 

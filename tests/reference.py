@@ -47,7 +47,7 @@ class Layout:
 
 
 def layouts(topk_idx: TopkIdx, num_experts: int, alignment: int) -> list[Layout]:
-    """Rows ordered by (local expert, source rank, token, slot); each segment padded to a multiple of alignment."""
+    """Rows by (local expert, source rank, token, slot); each segment padded to a multiple of alignment."""
     ep_size = len(topk_idx)
     num_local = num_experts // ep_size
     result = []
@@ -161,7 +161,7 @@ def combine_grad_outputs(
     grad_rows, row_weights = dispatch(plan, grad_out, weights, mxfp8)
     if not apply_weights:
         return grad_rows
-    return [(w[:, None] * g.float()).to(g.dtype) for g, w in zip(grad_rows, row_weights)]
+    return [(w[:, None] * g.float()).to(g.dtype) for g, w in zip(grad_rows, row_weights, strict=True)]
 
 
 def combine_grad_weights(
@@ -178,7 +178,7 @@ def combine_grad_weights(
     """
     grad_rows, _ = dispatch(plan, grad_out, weights, mxfp8)
     dots = []
-    for layout, y, g in zip(plan, outputs, grad_rows):
+    for layout, y, g in zip(plan, outputs, grad_rows, strict=True):
         dot = torch.zeros(layout.required_rows, dtype=torch.float32)
         for row, _ in layout.rows():
             dot[row] = (y[row].double() * g[row].double()).sum().float()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import Died, RankFailed, expect_error, run_ranks
+from tests.harness import Died, RankError, expect_error, run_ranks
 
 
 def sum_of_ranks(rank: int, world_size: int, scale: int) -> tuple[float, int]:
@@ -49,7 +49,7 @@ def test_results_come_by_rank_and_the_pool_is_reused() -> None:
 
 
 def test_an_exception_brings_its_traceback_and_the_next_job_works() -> None:
-    with pytest.raises(RankFailed, match="(?s)rank 1 raised.*raise_on_rank.*lost key"):
+    with pytest.raises(RankError, match="(?s)rank 1 raised.*raise_on_rank.*lost key"):
         run_ranks(raise_on_rank, 2, 1)
     assert run_ranks(sum_of_ranks, 2, 1)[0][0] == 1.0
 
@@ -62,7 +62,7 @@ def test_a_killed_rank_is_reported() -> None:
 
 def test_a_stuck_job_ends_with_the_timeout() -> None:
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 0 did not finish"):
+    with pytest.raises(RankError, match="rank 0 did not finish"):
         run_ranks(sleep_forever, 1, timeout=1, fresh=True)
     assert time.monotonic() - start < 30
 
@@ -76,9 +76,7 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     deadline = time.monotonic() + 10
