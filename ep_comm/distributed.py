@@ -112,17 +112,28 @@ def init_distributed(
     return env
 
 
-def shutdown() -> None:
-    """Destroy the process group that :func:`init_distributed` made. Harmless if there is none."""
+def shutdown(*, failed: bool | None = None) -> None:
+    """Destroy the process group that :func:`init_distributed` made. Harmless if there is none.
+
+    Args:
+        failed: this rank gives up after an error, so the others must not be waited for. Under MPI the whole
+            job is then aborted, because ``MPI_Finalize`` would wait for ranks that wait for this one. ``None``
+            looks whether an uncaught exception is ending the interpreter.
+    """
     env, store, hosts_store = _Owned.env, _Owned.store, _Owned.hosts_store
     _Owned.env, _Owned.store, _Owned.hosts_store = None, None, False
     atexit.unregister(shutdown)
-    if env is None or not dist.is_initialized():
+    if env is None:
         return
-    failed = getattr(sys, "last_value", None) is not None
+    failed = getattr(sys, "last_value", None) is not None if failed is None else failed
+    if failed and env.launcher in ("openmpi", "mpich") and "mpi4py.MPI" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
+    if not dist.is_initialized():
+        return
     if failed and env.backend == "nccl":
-        # After an error the peers may be gone, and a normal destroy would wait for them.
-        dist.distributed_c10d._abort_process_group()
+        dist.distributed_c10d._abort_process_group()  # a normal destroy would wait for the peers
     else:
         dist.destroy_process_group()
     if store is not None and env.world_size > 1 and not failed:
