@@ -1,0 +1,8 @@
+"""A Mixture-of-Experts layer on top of the dispatcher: router, experts, and the layer that joins them."""
+
+from __future__ import annotations
+
+from .experts import GroupedExperts, SharedExpert
+from .router import TopKRouter, update_expert_biases
+
+__all__ = ["GroupedExperts", "SharedExpert", "TopKRouter", "update_expert_biases"]
