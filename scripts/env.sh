@@ -74,6 +74,8 @@ ep_find_base() {
     local name found=""
     if [ -n "${PYTHON:-}" ]; then
         EP_BASE="$(command -v -- "$PYTHON")" || ep_die "PYTHON=$PYTHON is not a program."
+        # test.sh changes the folder later.
+        case "$EP_BASE" in */*) EP_BASE="$(CDPATH='' cd -- "$(dirname -- "$EP_BASE")" && pwd)/$(basename -- "$EP_BASE")" ;; esac
         ep_is_python310 "$EP_BASE" || ep_die "PYTHON=$PYTHON is not a Python of version 3.10 or newer."
         return
     fi
@@ -88,7 +90,7 @@ ep_find_base() {
 }
 
 ep_pip() {
-    local log="$EP_VENV/install.log" status=0 lacks="${EP_LACKS//$'\n'/ }"
+    local log="$EP_VENV/install.log" status=0
     # --no-cache-dir: a cache in the home directory would be outside the repository.
     set -- "$EP_VENV/bin/python" -m pip install --no-cache-dir --disable-pip-version-check --no-input "$@"
     if [ -t 1 ]; then
@@ -98,8 +100,8 @@ ep_pip() {
     fi
     [ "$status" -eq 0 ] || ep_die "pip could not install what is needed; the lines above say why." \
         "Often there is no network or the disk is full. Run the script again to go on from here." \
-        "Without a network, use a Python that has torch >= 2.11: PYTHON=/path/to/python $0" \
-        "which must also have: ${lacks:-numpy typer rich}"
+        "Without a network, use a Python that has torch >= 2.11, numpy, typer and rich (for the tests also" \
+        "pytest, pytest-timeout and hypothesis): PYTHON=/path/to/python $0"
 }
 
 ep_make_venv() {
@@ -142,9 +144,9 @@ $EP_LACKS
     *"
 torch
 "*)
-        # torch first and alone: with other requirements beside it pip may weigh several releases of it.
+        # The pinned torch first and alone, so that nothing else can make pip weigh several releases of it.
         ep_say "installing torch into .venv (the first time: a minute to several, by your network)"
-        ep_pip -c "$EP_ROOT/constraints.txt" torch
+        ep_pip -r "$EP_ROOT/constraints.txt"
         ep_say "installing ep_comm and what else it needs"
         ep_pip -c "$EP_ROOT/constraints.txt" -e "$EP_ROOT[$extra]"
         ;;
