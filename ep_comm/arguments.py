@@ -1,0 +1,92 @@
+"""Checks of the tensors that users pass in. They find faults; raising is done by all ranks together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .status import DTYPES, Fault, FaultCode
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
+
+__all__ = ["check_combine", "check_dispatch"]
+
+
+def check_dispatch(
+    dispatcher: Dispatcher, tokens: Any, topk_idx: Any, topk_weights: Any
+) -> Fault | None:
+    """The first thing that is wrong with the arguments of a dispatch, as far as the host can see."""
+    config = dispatcher.config
+    if dispatcher.closed:
+        return Fault(FaultCode.CLOSED)
+    if not isinstance(tokens, Tensor):
+        return Fault(FaultCode.TOKENS_TYPE, detail=f"got {type(tokens).__name__}")
+    if tokens.dim() != 2 or tokens.shape[1] != config.hidden_size:
+        return Fault(FaultCode.TOKENS_SHAPE, _shape(tokens))
+    if tokens.dtype not in DTYPES:
+        return Fault(FaultCode.TOKENS_DTYPE, detail=f"got {tokens.dtype}")
+    if not _device_fits(dispatcher, tokens):
+        return Fault(FaultCode.TOKENS_DEVICE, detail=f"expected {dispatcher.device}, got {tokens.device}")
+    if tokens.shape[0] > config.max_tokens_per_rank:
+        return Fault(FaultCode.TOO_MANY_TOKENS, (tokens.shape[0],))
+    expected = (tokens.shape[0], config.top_k)
+    return _check_slots(topk_idx, expected, tokens.device, (torch.int32, torch.int64), FaultCode.IDX_TYPE) or (
+        _check_slots(topk_weights, expected, tokens.device, (torch.float32,), FaultCode.WEIGHTS_TYPE)
+    )
+
+
+def check_combine(dispatcher: Dispatcher, expert_output: Any, handle: Any) -> Fault | None:
+    """The first thing that is wrong with the arguments of a combine."""
+    from .dispatcher import DispatchHandle
+
+    if dispatcher.closed:
+        return Fault(FaultCode.CLOSED)
+    if not isinstance(handle, DispatchHandle):
+        return Fault(FaultCode.HANDLE_TYPE, detail=f"got {type(handle).__name__}")
+    if handle.dispatcher is not dispatcher:
+        detail = f"it was made by {handle.dispatcher.name}, this is {dispatcher.name}"
+        return Fault(FaultCode.HANDLE_FOREIGN, detail=detail)
+    if not isinstance(expert_output, Tensor):
+        return Fault(FaultCode.OUTPUT_TYPE, detail=f"got {type(expert_output).__name__}")
+    if expert_output.shape != (handle.num_rows, dispatcher.config.hidden_size):
+        values = [*_shape(expert_output), 0, 0, 0][:3]
+        return Fault(FaultCode.OUTPUT_SHAPE, (*values, handle.num_rows))
+    if expert_output.dtype not in DTYPES:
+        return Fault(FaultCode.OUTPUT_DTYPE, detail=f"got {expert_output.dtype}")
+    if expert_output.device != dispatcher.device:
+        detail = f"expected {dispatcher.device}, got {expert_output.device}"
+        return Fault(FaultCode.OUTPUT_DEVICE, detail=detail)
+    return None
+
+
+def _check_slots(
+    value: Any,
+    shape: tuple[int, int],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    first_code: FaultCode,
+) -> Fault | None:
+    """Type, shape, dtype and device of a ``[T, K]`` argument; its codes follow ``first_code`` in this order."""
+    if not isinstance(value, Tensor):
+        return Fault(first_code, detail=f"got {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        return Fault(FaultCode(first_code + 1), _shape(value))
+    if value.dtype not in dtypes:
+        return Fault(FaultCode(first_code + 2), detail=f"got {value.dtype}")
+    if value.device != device:
+        return Fault(FaultCode(first_code + 3), detail=f"expected {device}, got {value.device}")
+    return None
+
+
+def _device_fits(dispatcher: Dispatcher, tokens: Tensor) -> bool:
+    if dispatcher.ep_size == 1:
+        return tokens.device.type in ("cpu", "cuda")
+    return tokens.device == dispatcher.device
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """Number of dimensions and the first sizes, as the status words carry them."""
+    return (tensor.dim(), *tensor.shape)[:4]

@@ -1,0 +1,139 @@
+"""The four directions as autograd functions: dispatch and combine, each forward and backward.
+
+Dispatch forward and combine backward are ``scatter_rows``; combine forward and dispatch backward are
+``gather_sum``. Everything else about them (formats, weighting, which inputs get gradients) is here.
+
+Collectives in a backward pass hang unless every rank runs it. Two inputs see to that. The dispatch takes an
+``anchor`` that always requires a gradient, so its backward is recorded on a rank whose tokens do not (one
+without tokens, say). The combine takes the dispatched ``weights`` even where it does not multiply by them,
+which ties it to its dispatch on a rank whose expert output is not connected to the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .mxfp8 import MXFP8Tensor
+from .rows import row_dot, scale_rows
+from .transport.base import RowFormat, Route, Transport
+
+__all__ = ["Channel", "Combine", "Dispatch"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What both directions of a dispatch share.
+
+    Attributes:
+        transport, route: how to move rows.
+        label: names the dispatcher and the dispatch in error messages.
+        dispatch_format: wire format of the dispatch forward.
+        mxfp8_gradients: whether the combine backward travels as MXFP8.
+        rounding: scale rule of MXFP8.
+    """
+
+    transport: Transport
+    route: Route
+    label: str
+    dispatch_format: RowFormat
+    mxfp8_gradients: bool
+    rounding: str
+
+    def operation(self, direction: str) -> str:
+        """The text that errors use for an operation of this dispatch."""
+        return f"{direction} of {self.label}"
+
+
+class Dispatch(torch.autograd.Function):
+    """``(tokens [T,H], weights [T,K]) -> (rows [R,H], scales [R,S] or None, weights [R])``.
+
+    Rows received as MXFP8 carry no gradient of their own; their place in the graph is then taken by the
+    second to last output, a ``[R, H]`` tensor without storage.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_TH: Tensor, weights_TK: Tensor, anchor: Tensor, channel: Channel
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.channel = channel
+        rows, weights_R = channel.transport.scatter_rows(
+            channel.route,
+            tokens_TH.contiguous(),
+            weights_TK.contiguous(),
+            channel.dispatch_format,
+            channel.operation("dispatch forward"),
+        )
+        shape = (channel.route.plan.sizing.rows, tokens_TH.shape[1])
+        ctx.rows_like = (shape, tokens_TH.dtype, tokens_TH.device)
+        if not isinstance(rows, MXFP8Tensor):
+            return rows, None, None, weights_R
+        ctx.mark_non_differentiable(rows.data, rows.scales)
+        link_RH = torch.zeros((), dtype=tokens_TH.dtype, device=tokens_TH.device).expand(shape)
+        return rows.data, rows.scales, link_RH, weights_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, _scales: None, grad_link: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, None, None]:
+        channel: Channel = ctx.channel
+        shape, dtype, device = ctx.rows_like
+        grad_RH = grad_rows if grad_rows is not None else grad_link
+        if grad_RH is None:
+            grad_RH = torch.zeros(shape, dtype=dtype, device=device)
+        if grad_weights is None:
+            grad_weights = torch.zeros(shape[0], dtype=torch.float32, device=device)
+        grad_TH, grad_TK = channel.transport.gather_sum(
+            channel.route,
+            grad_RH.to(dtype).contiguous(),
+            None,
+            grad_weights.contiguous(),
+            channel.operation("dispatch backward"),
+        )
+        return grad_TH, grad_TK, None, None
+
+
+class Combine(torch.autograd.Function):
+    """``(expert_output [R,H], weights [R]) -> [T,H]``, multiplying by the weights where asked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output_RH: Tensor, weights_R: Tensor, channel: Channel, apply_weights: bool
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.channel = channel
+        ctx.apply_weights = apply_weights
+        output_RH = output_RH.contiguous()
+        ctx.output_like = (output_RH.shape[1], output_RH.dtype, output_RH.device)
+        if apply_weights:
+            ctx.save_for_backward(output_RH, weights_R)
+        out_TH, _ = channel.transport.gather_sum(
+            channel.route,
+            output_RH,
+            weights_R if apply_weights else None,
+            None,
+            channel.operation("combine forward"),
+        )
+        return out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        channel: Channel = ctx.channel
+        hidden_size, dtype, device = ctx.output_like
+        if grad_TH is None:
+            grad_TH = torch.zeros(channel.route.plan.num_tokens, hidden_size, dtype=dtype, device=device)
+        wire = RowFormat(dtype, mxfp8=channel.mxfp8_gradients, rounding=channel.rounding)
+        grad_RH, _ = channel.transport.scatter_rows(
+            channel.route, grad_TH.contiguous(), None, wire, channel.operation("combine backward")
+        )
+        if not ctx.apply_weights:
+            return grad_RH, None, None, None
+        output_RH, weights_R = ctx.saved_tensors
+        return scale_rows(grad_RH, weights_R), row_dot(output_RH, grad_RH), None, None

@@ -1,0 +1,456 @@
+"""The dispatcher: what users call, and where mode, budget and wire formats meet."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import compare_configs, raise_reported
+from .arguments import check_combine, check_dispatch
+from .budget import StaticBudget
+from .config import EPConfig, round_up
+from .directions import Channel, Combine, Dispatch
+from .errors import ConfigError, EPError
+from .ledger import Demand, DispatchRecord, StepLedger, current_ledger
+from .mxfp8 import MXFP8Tensor
+from .plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan, required_rows
+from .status import DTYPES, Fault, FaultCode, Operation, error_from_words
+from .transport import open_transport
+from .transport.base import RowFormat
+
+__all__ = ["DispatchHandle", "Dispatched", "Dispatcher"]
+
+log = logging.getLogger("ep_comm")
+
+_NO_LIMIT = 2**31 - 1
+_numbers = itertools.count()
+
+Direction = Literal["dispatch_forward", "dispatch_backward", "combine_forward", "combine_backward"]
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What a combine needs to know about its dispatch. Opaque, except for the fields named here.
+
+    Attributes:
+        num_tokens: T of the dispatch on this rank.
+        num_rows: R on this rank.
+        weights: fp32 ``[R]``, the rows' routing weights, connected to the graph of the dispatch.
+        rows_link: with ``recv_format="mxfp8"`` a ``[R, H]`` tensor without storage that stands for the rows in
+            the autograd graph: a GEMM that consumes the MXFP8 rows takes it as a further input and returns
+            the rows' gradient for it. None otherwise.
+    """
+
+    num_tokens: int
+    num_rows: int
+    weights: Tensor
+    rows_link: Tensor | None
+    dispatcher: Dispatcher = field(repr=False)
+    sequence: int = field(repr=False)
+    channel: Channel = field(repr=False)
+
+
+class Dispatched(NamedTuple):
+    """The rows that a dispatch delivered to this rank's experts.
+
+    Rows are ordered by (local expert, source rank, source token, slot). Expert ``e`` has the rows from
+    ``expert_offsets[e]`` on, ``tokens_per_expert[e]`` of them, then zero rows up to the alignment.
+    """
+
+    tokens: Tensor | MXFP8Tensor
+    """``[R, H]`` in the dtype of the tokens, or an MXFP8Tensor with ``recv_format="mxfp8"``."""
+    weights: Tensor
+    """fp32 ``[R]``, zero for padding rows."""
+    tokens_per_expert: Tensor
+    """int64 ``[L]`` on the device."""
+    expert_offsets: Tensor
+    """int64 ``[L + 1]`` on the device; multiples of ``alignment``; the last is the end of the last segment."""
+    handle: DispatchHandle
+
+
+class Dispatcher:
+    """Sends tokens to the ranks of their experts and brings the results back.
+
+    Collective: every rank of ``group`` constructs it with an equal configuration and makes the same calls in
+    the same order. Several dispatchers, of any shapes and groups, may live in one process, and any number
+    of handles may be open.
+
+    Args:
+        config: sizes, mode, formats. Compared between the ranks.
+        group: process group of the expert-parallel ranks; None takes the default group, or a single
+            process if ``torch.distributed`` is not initialised.
+        name: used in messages; :class:`ep_comm.StepRunner` uses the module's path in the model instead.
+
+    Raises:
+        ConfigError: on all ranks, if the configurations differ or do not suit the group.
+    """
+
+    def __init__(
+        self, config: EPConfig, group: dist.ProcessGroup | None = None, *, name: str | None = None
+    ) -> None:
+        if not isinstance(config, EPConfig):
+            raise ConfigError(f"config must be an ep_comm.EPConfig, got {type(config).__name__}")
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        self.config = config
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.ep_size = dist.get_world_size(group) if group is not None else 1
+        if self.rank < 0:
+            raise ConfigError("group: this process is not a member of the process group it was given")
+        self.number = next(_numbers)
+        self.name = name or f"dispatcher {self.number}"
+        compare_configs(config, group, self.rank)
+        if config.num_experts % self.ep_size:
+            raise ConfigError(
+                f"rank {self.rank}: num_experts must be a multiple of the group's size {self.ep_size}, got "
+                f"num_experts={config.num_experts}"
+            )
+        self.num_local_experts = config.num_experts // self.ep_size
+        self._transport = open_transport(config, group, self.rank, self.ep_size)
+        log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
+        self._layout = CountMatrix(config, self.ep_size)
+        self._headers: dict[tuple[int, ...], Tensor] = {}
+        self.budget = StaticBudget(config, self.ep_size) if config.mode == "static" else None
+        """The static budget and its history; None in eager mode."""
+        self.routing_hooks: list[Callable[[Dispatcher, Tensor], None]] = []
+        """Called with this dispatcher and ``topk_idx`` on every dispatch that is not a recomputation."""
+        self._sequence = 0
+        self._closed = False
+        self._latest: RoutingPlan | None = None
+        self._set_device(_device_of(group))
+
+    # -- the two calls -------------------------------------------------------------------------------
+
+    def dispatch(self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """Send every token to the ranks that own its experts.
+
+        Args:
+            tokens: ``[T, H]`` bf16, fp16 or fp32, any strides; ``T`` from 0 to ``max_tokens_per_rank``, and it
+                may differ between ranks and calls.
+            topk_idx: ``[T, K]`` int32 or int64 expert ids; -1 for a slot without expert. An expert may occur
+                twice in a token's slots.
+            topk_weights: ``[T, K]`` float32.
+
+        Returns:
+            The rows for this rank's experts; see :class:`Dispatched`. Gradients flow to ``tokens`` and
+            ``topk_weights``.
+
+        Raises:
+            ArgumentError, RoutingError, ClosedError: on all ranks, whichever rank's argument is bad. In static
+                mode ids out of range are recorded instead, and raised by :meth:`check` or by the step runner.
+            PeerLostError: a rank died or did not arrive.
+        """
+        fault = check_dispatch(self, tokens, topk_idx, topk_weights)
+        if fault is None and self.ep_size == 1:
+            self._set_device(tokens.device)
+        if fault is not None:
+            tokens, topk_idx, topk_weights = self._no_tokens()
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        ledger = current_ledger()
+        if ledger is not None and self.config.mode == "static":
+            ledger.enter(self)
+        plan = self._plan(tokens, topk_idx, fault, sequence, ledger)
+        channel = self._channel(plan, tokens.dtype, sequence)
+        anchor = self._anchor if torch.is_grad_enabled() else self._anchor.detach()
+        rows, scales, link, weights = Dispatch.apply(tokens, topk_weights, anchor, channel)
+        if fault is None and torch._C._current_graph_task_id() == -1:
+            for hook in self.routing_hooks:
+                hook(self, topk_idx)
+        if fault is not None:
+            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
+        handle = DispatchHandle(
+            num_tokens=plan.num_tokens,
+            num_rows=plan.sizing.rows,
+            weights=weights,
+            rows_link=link,
+            dispatcher=self,
+            sequence=sequence,
+            channel=channel,
+        )
+        received = rows if scales is None else MXFP8Tensor(rows, scales)
+        return Dispatched(received, weights, plan.tokens_per_expert_L, plan.expert_offsets_L1, handle)
+
+    def combine(self, expert_output: Tensor, handle: DispatchHandle, apply_weights: bool = False) -> Tensor:
+        """Bring the experts' outputs back to the tokens' owners and sum them per token.
+
+        Args:
+            expert_output: ``[R, H]`` bf16, fp16 or fp32, one output for each dispatched row. Padding and tail
+                rows are not read.
+            handle: of the dispatch.
+            apply_weights: multiply every row by its routing weight; otherwise the caller already did.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``expert_output``; zero for a token without experts. Sums are FP32 in the
+            order of docs/architecture.md. Gradients flow to ``expert_output`` and, with ``apply_weights``, to the
+            routing weights.
+
+        Raises:
+            ArgumentError, HandleError, ClosedError: on all ranks in eager mode (see ``EPConfig.handshake``).
+            PeerLostError: a rank died or did not arrive.
+        """
+        fault = check_combine(self, expert_output, handle)
+        if self.config.mode == "eager" and self.config.handshake:
+            self._agree_to_combine(expert_output, handle, fault)
+        if fault is not None:
+            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
+        return Combine.apply(expert_output, handle.weights, handle.channel, bool(apply_weights))
+
+    # -- facts ---------------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> str:
+        """``"collective"``, ``"symmetric"``, or ``"local"`` where the group has one rank."""
+        return self._transport.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def budget_rows(self) -> int | None:
+        """Rows of the static receive buffer; None in eager mode."""
+        return None if self.budget is None else self.budget.rows.rows
+
+    @property
+    def pair_rows(self) -> int | None:
+        """Token rows budgeted between two ranks on the collective transport; None in eager mode."""
+        return None if self.budget is None else self.budget.pairs.rows
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the latest dispatch did not fit on some rank; equal on all ranks. Reads the device."""
+        return self._latest is not None and self.config.mode == "static" and bool(self._latest.overflow)
+
+    @property
+    def required_rows(self) -> int:
+        """Rows the latest dispatch needs on this rank, padding included. Reads the device."""
+        return self.required_rows_per_rank[self.rank]
+
+    @property
+    def required_rows_per_rank(self) -> list[int]:
+        """Rows the latest dispatch needs on every rank of the group. Reads the device."""
+        return self._latest.required_rows_P.tolist() if self._latest is not None else [0] * self.ep_size
+
+    @property
+    def tokens_sent(self) -> int:
+        """Tokens that this rank has sent to other ranks in all its dispatches. Reads the device."""
+        return int(self._sent)
+
+    def wire_row_bytes(self, direction: Direction, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of one token row between two ranks.
+
+        Args:
+            direction: ``"dispatch_forward"``, ``"dispatch_backward"``, ``"combine_forward"`` or
+                ``"combine_backward"``.
+            dtype: dtype of the tokens.
+        """
+        config = self.config
+        mxfp8 = {
+            "dispatch_forward": config.dispatch_forward_dtype == "mxfp8",
+            "dispatch_backward": False,
+            "combine_forward": False,
+            "combine_backward": config.combine_backward_dtype == "mxfp8",
+        }
+        if direction not in mxfp8:
+            raise ConfigError(f"direction must be one of {', '.join(mxfp8)}, got {direction!r}")
+        return self._transport.wire_row_bytes(
+            config.hidden_size,
+            config.top_k,
+            RowFormat(dtype, mxfp8=mxfp8[direction]),
+            scalars=direction.startswith("dispatch"),
+            tables=direction == "dispatch_forward",
+        )
+
+    # -- budgets -------------------------------------------------------------------------------------
+
+    def grow(self, rows: int) -> None:
+        """Raise the static budget so that ``rows`` rows, and the latest dispatch's pairs, fit.
+
+        A local allocation: no communication, no rebuilt group. Call it on all ranks; each may pass its own
+        ``required_rows``.
+
+        Raises:
+            BudgetExceededError: more rows than ``max_budget_rows`` are asked for, or were required on any rank.
+            EPError: in eager mode, which has no budget.
+        """
+        if self.budget is None:
+            raise EPError(f"rank {self.rank}: grow() needs mode='static'; eager mode has no budget")
+        limit, pairs = self.budget.rows, self.budget.pairs
+        required_P = self.required_rows_per_rank if self.overflowed else [0]
+        most = max(required_P)
+        if max(most, rows) > limit.ceiling:
+            where = required_P.index(most) if most > limit.ceiling else self.rank
+            raise self.budget.exceeded(self.name, where, max(most, rows))
+        limit.rows = max(limit.rows, round_up(rows, self.config.alignment))
+        if self._latest is not None:
+            pairs.rows = pairs.target(int(self._latest.pair_tokens_PP.max()), headroom=0.0)
+
+    def check(self) -> None:
+        """Raise what static mode recorded since the last check (ids out of range). Reads the device.
+
+        Raises:
+            RoutingError: on all ranks.
+        """
+        demand = self.record.parse(self.record.words.tolist())
+        if demand.fault_rank >= 0:
+            self.record.reset()
+            raise self.recorded_error(demand)
+
+    def recorded_error(self, demand: Demand, layer: str | None = None) -> EPError:
+        """The error that a demand's fault words stand for."""
+        detail = f"in {layer or self.name}"
+        return error_from_words(demand.fault_words, demand.fault_rank, self.config, detail)
+
+    # -- state and life ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Budgets and their history; plain integers. Empty in eager mode."""
+        return {} if self.budget is None else self.budget.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over budgets from :meth:`state_dict`.
+
+        Raises:
+            ConfigError: a saved budget is above the ceiling of this configuration.
+        """
+        if state and self.budget is not None:
+            self.budget.load_state_dict(state, f"rank {self.rank}: {self.name}")
+
+    def close(self) -> None:
+        """Give back what the dispatcher owns. The process group stays the caller's. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close()
+
+    def __enter__(self) -> Dispatcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        tokens: Tensor,
+        topk_idx: Tensor,
+        fault: Fault | None,
+        sequence: int,
+        ledger: StepLedger | None,
+    ) -> RoutingPlan:
+        """Exchange counts, decide the sizes, derive the plan."""
+        config = self.config
+        exact = config.mode == "eager" or (ledger is not None and ledger.exact)
+        routing = LocalRouting.build(topk_idx, config.num_experts, self.ep_size)
+        limit = self._limit(exact)
+        header = self._header(Operation.DISPATCH, sequence, tokens.shape[0], DTYPES.index(tokens.dtype), limit)
+        fault_words = routing.fault if fault is None else self._words(fault)
+        message = self._layout.message(header, fault_words, routing)
+        matrix_PX = self._transport.exchange_counts(message, f"dispatch of {self.name}")
+        sizing = self._size(matrix_PX, exact, limit, fault)
+        plan = make_plan(
+            routing,
+            matrix_PX,
+            self._layout,
+            rank=self.rank,
+            alignment=config.alignment,
+            sizing=sizing,
+        )
+        if config.mode == "static":
+            self.record.add(plan, self._layout.split(matrix_PX)[0])
+        sent_P = plan.pair_tokens_PP[self.rank]
+        self._sent += sent_P.sum() - sent_P[self.rank]
+        self._latest = plan
+        return plan
+
+    def _limit(self, exact: bool) -> int:
+        """The row budget this rank announces: what a dispatch may use at most."""
+        if self.budget is None:
+            return _NO_LIMIT
+        return self.budget.rows.ceiling if exact else self.budget.rows.rows
+
+    def _size(self, matrix_PX: Tensor, exact: bool, limit: int, fault: Fault | None) -> Sizing:
+        """Buffer sizes of this dispatch; in eager mode and on a replay the dispatch's one host sync."""
+        static = self.config.mode == "static"
+        if static and not exact and matrix_PX.device.type != "cpu":
+            return Sizing(rows=limit, pair_rows=self.pair_rows)
+        host_PX = matrix_PX.cpu()
+        raise_reported(self, host_PX, Operation.DISPATCH, fault, recorded=static)
+        if not exact:
+            return Sizing(rows=limit, pair_rows=self.pair_rows)
+        _, pairs_PP, counts_PE = self._layout.split(host_PX)
+        required = int(required_rows(counts_PE.sum(0), self.ep_size, self.config.alignment)[self.rank])
+        return Sizing(rows=min(required, limit), pair_rows=None, pair_tokens=pairs_PP.tolist())
+
+    def _agree_to_combine(self, expert_output: Tensor, handle: Any, fault: Fault | None) -> None:
+        """Let every rank know of every rank's bad argument before rows move."""
+        sequence = handle.sequence if isinstance(handle, DispatchHandle) else 0
+        num_tokens = handle.num_tokens if isinstance(handle, DispatchHandle) else 0
+        dtype_code = DTYPES.index(expert_output.dtype) if fault is None else 0
+        header = self._header(Operation.COMBINE, sequence, num_tokens, dtype_code, _NO_LIMIT)
+        message = self._layout.message(header, self._words(fault))
+        matrix_PX = self._transport.exchange_counts(message, f"combine of {self.name}")
+        raise_reported(self, matrix_PX.cpu(), Operation.COMBINE, fault, recorded=False)
+
+    def _header(self, operation: Operation, sequence: int, *words: int) -> Tensor:
+        if self.config.mode == "eager":
+            return self._layout.header(operation, sequence, *words).to(self.device, non_blocking=True)
+        # Constant from call to call, so that a captured step copies nothing from the host.
+        key = (int(operation), *words)
+        if key not in self._headers:
+            self._headers[key] = self._layout.header(operation, 0, *words).to(self.device)
+        return self._headers[key]
+
+    def _words(self, fault: Fault | None) -> Tensor:
+        words = (fault or Fault(FaultCode.NONE)).words()
+        return torch.tensor(words, dtype=torch.int32).to(self.device)
+
+    def _channel(self, plan: RoutingPlan, dtype: torch.dtype, sequence: int) -> Channel:
+        config = self.config
+        return Channel(
+            transport=self._transport,
+            route=self._transport.open_route(plan),
+            label=f"{self.name}, dispatch {sequence}",
+            dispatch_format=RowFormat(
+                dtype,
+                mxfp8=config.dispatch_forward_dtype == "mxfp8",
+                rounding=config.scale_rounding,
+                keep_mxfp8=config.recv_format == "mxfp8",
+            ),
+            mxfp8_gradients=config.combine_backward_dtype == "mxfp8",
+            rounding=config.scale_rounding,
+        )
+
+    def _no_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Stand-ins for arguments that cannot be used, to take part in an exchange with."""
+        config, device = self.config, self.device
+        return (
+            torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device),
+            torch.empty(0, config.top_k, dtype=torch.int64, device=device),
+            torch.empty(0, config.top_k, dtype=torch.float32, device=device),
+        )
+
+    def _set_device(self, device: torch.device) -> None:
+        """Make the device-side state. A single rank follows its tokens, as it has no group to ask."""
+        if getattr(self, "device", None) == device:
+            return
+        self.device = device
+        self._headers.clear()
+        self.record = DispatchRecord(self.ep_size, device)
+        self._sent = torch.zeros((), dtype=torch.int64, device=device)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    if group is not None and "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

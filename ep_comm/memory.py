@@ -1,0 +1,28 @@
+"""How much memory is left for a larger buffer."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["free_memory"]
+
+_MEMINFO = "/proc/meminfo"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a new buffer on ``device`` may take.
+
+    On a GPU, what the driver has free plus what PyTorch's allocator holds unused; on a CPU, what the kernel
+    estimates as available. Where nobody tells, no limit is assumed.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        with open(_MEMINFO) as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 2**63 - 1

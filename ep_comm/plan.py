@@ -1,0 +1,258 @@
+"""The routing plan: who sends which token to whom, and on which row everything lands.
+
+Each rank counts its (token, slot) pairs per expert and its tokens per destination rank. One
+all-gather makes the counts of all ranks known to every rank, and from there on everything is derived
+locally, on the device, without a loop over tokens, experts or ranks:
+
+    counts_PE          rows from source rank p for expert e
+    expert offsets     running sum of the segments' sizes, each rounded up to the alignment
+    required rows      end of the last segment, for every rank: the demand, known before data moves
+    row of a slot      its expert's offset + the expert's rows from lower ranks + its own position
+
+Letters: T tokens, K slots, E experts, L experts of a rank, P ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import EPConfig
+from .status import HEADER_WORDS, FaultCode, Operation, Word
+
+__all__ = [
+    "CountMatrix",
+    "LocalRouting",
+    "RoutingPlan",
+    "Sizing",
+    "make_plan",
+    "required_rows",
+    "segment_offsets",
+]
+
+
+def segment_offsets(counts_XL: Tensor, alignment: int) -> Tensor:
+    """Start of every expert's segment, and behind the last one its end.
+
+    Args:
+        counts_XL: rows of each expert, integer, any leading shape.
+        alignment: every segment is padded to a multiple of it.
+
+    Returns:
+        int64 ``[..., L + 1]``: running sum of ``ceil(count / alignment) * alignment``, starting at 0.
+    """
+    padded_XL = -(-counts_XL.long() // alignment) * alignment
+    return torch.nn.functional.pad(padded_XL.cumsum(-1), (1, 0))
+
+
+def required_rows(counts_XE: Tensor, ep_size: int, alignment: int) -> Tensor:
+    """Rows, padding included, that a routing needs on every rank.
+
+    Args:
+        counts_XE: (token, slot) pairs of each expert summed over source ranks, integer ``[..., E]``.
+        ep_size: ranks; rank ``r`` owns the experts ``[r * E / ep_size, (r + 1) * E / ep_size)``.
+        alignment: segment alignment.
+
+    Returns:
+        int64 ``[..., ep_size]``.
+    """
+    counts_XPL = counts_XE.unflatten(-1, (ep_size, counts_XE.shape[-1] // ep_size))
+    return segment_offsets(counts_XPL, alignment)[..., -1]
+
+
+@dataclass(frozen=True)
+class LocalRouting:
+    """What one rank knows about its own tokens before any exchange."""
+
+    idx_TK: Tensor
+    """int64 expert ids; ids out of range are replaced by -1."""
+    counts_E: Tensor
+    """int64, (token, slot) pairs of each expert."""
+    position_TK: Tensor
+    """int64, how many earlier pairs (token-major, slot-minor) of this rank go to the same expert."""
+    needs_TP: Tensor
+    """bool, whether the token has an expert on the rank."""
+    pair_tokens_P: Tensor
+    """int64, tokens that go to each rank."""
+    fault: Tensor
+    """int32 [5]: status words of the first id out of range, zeros where all are good."""
+
+    @classmethod
+    def build(cls, topk_idx_TK: Tensor, num_experts: int, ep_size: int) -> LocalRouting:
+        """Counts and positions of ``topk_idx_TK`` (int32 or int64 ``[T, K]``, -1 = no expert)."""
+        num_tokens, top_k = topk_idx_TK.shape
+        raw_TK = topk_idx_TK.long()
+        bad_TK = (raw_TK < -1) | (raw_TK >= num_experts)
+        idx_TK = raw_TK.masked_fill(bad_TK, -1)
+
+        # Absent slots count for an expert E of their own, so that no shape depends on the data.
+        key_S = idx_TK.flatten().remainder(num_experts + 1)
+        ones_S = torch.ones_like(key_S)
+        counts_X = torch.zeros(num_experts + 1, dtype=torch.int64, device=raw_TK.device)
+        counts_X.scatter_add_(0, key_S, ones_S)
+        order_S = torch.sort(key_S, stable=True).indices
+        start_X = counts_X.cumsum(0) - counts_X
+        place_S = torch.arange(key_S.numel(), device=raw_TK.device) - start_X[key_S[order_S]]
+        position_S = torch.empty_like(place_S).scatter_(0, order_S, place_S)
+
+        rank_TK = torch.where(idx_TK >= 0, idx_TK // (num_experts // ep_size), ep_size)
+        needs_TX = torch.zeros(num_tokens, ep_size + 1, dtype=torch.bool, device=raw_TK.device)
+        needs_TP = needs_TX.scatter_(1, rank_TK, True)[:, :ep_size]
+        return cls(
+            idx_TK=idx_TK,
+            counts_E=counts_X[:num_experts],
+            position_TK=position_S.view(num_tokens, top_k),
+            needs_TP=needs_TP,
+            pair_tokens_P=needs_TP.sum(0),
+            fault=_first_bad_id(raw_TK, bad_TK),
+        )
+
+
+def _first_bad_id(raw_TK: Tensor, bad_TK: Tensor) -> Tensor:
+    """Status words (code, token, slot, id, 0) of the first id out of range, int32 ``[5]``."""
+    top_k = raw_TK.shape[1]
+    if raw_TK.numel() == 0:
+        return torch.zeros(5, dtype=torch.int32, device=raw_TK.device)
+    first = bad_TK.flatten().to(torch.uint8).argmax()
+    found = bad_TK.any()
+    value = raw_TK.flatten()[first].clamp(-(2**31), 2**31 - 1)
+    code = torch.full_like(first, int(FaultCode.EXPERT_ID))
+    words = torch.stack([code, first // top_k, first % top_k, value, torch.zeros_like(first)])
+    return (words * found).to(torch.int32)
+
+
+class CountMatrix:
+    """Layout of the exchanged message ``[HEADER_WORDS + P + E]``, one row a rank.
+
+    Behind the status words (:mod:`ep_comm.status`) stand the tokens for each rank and the pairs for each
+    expert.
+    """
+
+    def __init__(self, config: EPConfig, ep_size: int) -> None:
+        self.num_experts = config.num_experts
+        self.ep_size = ep_size
+        self.width = HEADER_WORDS + ep_size + config.num_experts
+
+    def header(
+        self, operation: Operation, sequence: int, num_tokens: int, dtype_code: int, budget_rows: int
+    ) -> Tensor:
+        """The status words before the fault, int32 ``[5]`` on the host."""
+        words = [int(operation), sequence % 2**31, num_tokens, dtype_code, budget_rows]
+        return torch.tensor(words, dtype=torch.int32)
+
+    def message(self, header: Tensor, fault: Tensor, routing: LocalRouting | None = None) -> Tensor:
+        """This rank's row, int32 ``[width]``, on the device of its parts.
+
+        Args:
+            header: from :meth:`header`.
+            fault: int32 [5], code and four integers, zeros where nothing is wrong.
+            routing: counts to send; None sends zeros (a message that only carries status).
+        """
+        if routing is None:
+            counts = header.new_zeros(self.width - HEADER_WORDS)
+        else:
+            counts = torch.cat([routing.pair_tokens_P, routing.counts_E]).to(torch.int32)
+        return torch.cat([header, fault, counts])
+
+    def split(self, matrix_PX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The exchanged matrix as (status words ``[P, HEADER_WORDS]``, pair tokens ``[P, P]``, counts ``[P, E]``)."""
+        sizes = [HEADER_WORDS, self.ep_size, self.num_experts]
+        header, pairs, counts = matrix_PX.split(sizes, dim=1)
+        return header, pairs, counts
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How large this dispatch's buffers are: host integers, decided before the payload moves.
+
+    ``rows`` is R of this rank. ``pair_rows`` is the fixed number of token rows between two ranks, or None
+    where every pair moves exactly what it needs; then ``pair_tokens`` (rows: source, columns: destination)
+    says how many that is.
+    """
+
+    rows: int
+    pair_rows: int | None
+    pair_tokens: list[list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """Everything all ranks agree on about one dispatch. All tensors are on the device."""
+
+    rank: int
+    ep_size: int
+    num_tokens: int
+    top_k: int
+    sizing: Sizing
+    needs_TP: Tensor
+    """bool: token t has a row on rank p."""
+    slot_rank_TK: Tensor
+    """int64: rank that owns the slot's expert; ep_size where there is none."""
+    slot_rows_TK: Tensor
+    """int64: row on that rank; -1 where there is no expert or the row is beyond the rank's budget."""
+    pair_tokens_PP: Tensor
+    """int64: tokens from rank (first index) to rank (second index)."""
+    tokens_per_expert_L: Tensor
+    """int64: rows of each expert of this rank that fit the buffer, without padding."""
+    expert_offsets_L1: Tensor
+    """int64: segment starts and the last segment's end, capped by the buffer."""
+    required_rows_P: Tensor
+    """int64: rows every rank needs, whether they fit or not."""
+    overflow: Tensor
+    """bool, zero-dimensional: some rank's rows or some pair's tokens do not fit. Equal on all ranks."""
+
+
+def make_plan(
+    routing: LocalRouting,
+    matrix_PX: Tensor,
+    layout: CountMatrix,
+    *,
+    rank: int,
+    alignment: int,
+    sizing: Sizing,
+) -> RoutingPlan:
+    """Derive the plan from this rank's routing and the counts of all ranks; no host sync.
+
+    Args:
+        matrix_PX: exchanged messages, int32 ``[P, layout.width]``.
+        sizing: buffer sizes of this rank. The other ranks' budgets are in their status words.
+    """
+    header_PX, pairs_PP, counts_PE = layout.split(matrix_PX)
+    counts_PE = counts_PE.long()
+    ep_size, num_experts = layout.ep_size, layout.num_experts
+    experts_per_rank = num_experts // ep_size
+
+    offsets_PL1 = segment_offsets(counts_PE.sum(0).view(ep_size, experts_per_rank), alignment)
+    required_P = offsets_PL1[:, -1]
+    budget_P = header_PX[:, Word.BUDGET_ROWS].long()
+    overflow = (required_P > budget_P).any()
+    if sizing.pair_rows is not None:
+        overflow = overflow | (pairs_PP > sizing.pair_rows).any()
+
+    from_lower_E = counts_PE[:rank].sum(0)
+    base_E = offsets_PL1[:, :-1].reshape(num_experts) + from_lower_E
+    present_TK = routing.idx_TK >= 0
+    idx_TK = routing.idx_TK.clamp_min(0)
+    rank_TK = idx_TK // experts_per_rank
+    row_TK = base_E[idx_TK] + routing.position_TK
+    fits_TK = present_TK & (row_TK < budget_P[rank_TK])
+
+    offsets_L1 = offsets_PL1[rank].clamp_max(sizing.rows)
+    counts_L = counts_PE.sum(0)[rank * experts_per_rank : (rank + 1) * experts_per_rank]
+    return RoutingPlan(
+        rank=rank,
+        ep_size=ep_size,
+        num_tokens=routing.idx_TK.shape[0],
+        top_k=routing.idx_TK.shape[1],
+        sizing=sizing,
+        needs_TP=routing.needs_TP,
+        slot_rank_TK=torch.where(present_TK, rank_TK, ep_size),
+        slot_rows_TK=torch.where(fits_TK, row_TK, -1),
+        pair_tokens_PP=pairs_PP.long(),
+        tokens_per_expert_L=torch.minimum(counts_L, sizing.rows - offsets_L1[:-1]),
+        expert_offsets_L1=offsets_L1,
+        required_rows_P=required_P,
+        overflow=overflow,
+    )

@@ -1,0 +1,134 @@
+"""What happens to rows on one rank: copies to expert rows, and sums back, in a fixed order.
+
+The torch implementations below run on any device and are the reference for the CUDA kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows"]
+
+# Scratch of one chunk stays in a core's cache; on CPUs fresh memory costs more than the arithmetic.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SumTable:
+    """A ``[N, K]`` table of row numbers (-1 = none), flattened so that sums can walk it.
+
+    ``entries`` holds the row numbers that are present, item by item and slot by slot; the entries of item
+    ``n`` are ``entries[starts[n] : starts[n + 1]]``. On devices where a shape must not depend on data the
+    list is padded at its end, and ``starts`` has one more element, so that the padding forms an item of
+    its own.
+    """
+
+    entries: Tensor
+    starts: Tensor
+    num_items: int
+
+    @classmethod
+    def build(cls, table_NK: Tensor, max_entries: int) -> SumTable:
+        """Flatten ``table_NK`` (int64). ``max_entries`` bounds how many entries are present."""
+        num_items = table_NK.shape[0]
+        present_NK = table_NK >= 0
+        counts_N = present_NK.sum(1)
+        starts = torch.nn.functional.pad(counts_N.cumsum(0), (1, 0))
+        flat_S, present_S = table_NK.flatten(), present_NK.flatten()
+        if table_NK.device.type == "cpu":
+            return cls(flat_S[present_S], starts, num_items)
+        size = min(max_entries, table_NK.numel())
+        place_S = torch.where(present_S, present_S.cumsum(0) - 1, size).clamp_max(size)
+        entries = torch.zeros(size + 1, dtype=torch.int64, device=table_NK.device)
+        entries.scatter_(0, place_S, flat_S)
+        end = torch.full_like(starts[:1], size)
+        return cls(entries[:size], torch.cat([starts, end]), num_items)
+
+
+def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH: Tensor) -> None:
+    """``out[n] = round(sum over the entries r of item n, in order, of (weights[r] *) rows[r])``.
+
+    Products and sums are FP32, each product is rounded before it is added, sums start at +0, and items
+    without entries get zero. ``round`` is to the dtype of ``out_NH``.
+
+    Args:
+        rows_RH: bf16, fp16 or fp32 ``[R, H]``; rows may be strided, elements contiguous.
+        weights_R: fp32 ``[R]`` or None.
+        out_NH: ``[N, H]``, overwritten.
+    """
+    if table.entries.device.type != "cpu":
+        _sum_chunk(rows_RH, table.entries, table.starts, weights_R, out_NH, table.num_items)
+        return
+    if table.num_items == 0:
+        return
+    width = max(1, rows_RH.shape[1])
+    average = max(1, table.entries.numel() // table.num_items)
+    step = max(1, _CHUNK_BYTES // (4 * width * average))
+    bounds = [*range(0, table.num_items, step), table.num_items]
+    edges = table.starts[bounds].tolist()
+    for first, last, lo, hi in zip(bounds, bounds[1:], edges, edges[1:]):
+        starts = table.starts[first : last + 1] - lo
+        _sum_chunk(rows_RH, table.entries[lo:hi], starts, weights_R, out_NH[first:last], last - first)
+
+
+def _sum_chunk(
+    rows_RH: Tensor, entries: Tensor, starts: Tensor, weights_R: Tensor | None, out_NH: Tensor, num_items: int
+) -> None:
+    if entries.numel() == 0:
+        out_NH.zero_()
+        return
+    picked_MH = rows_RH.index_select(0, entries).float()
+    if weights_R is not None:
+        picked_MH.mul_(weights_R.index_select(0, entries).unsqueeze(1))
+    # Bags of consecutive rows: embedding_bag adds the FP32 rows of a bag one after the other.
+    order_M = torch.arange(entries.numel(), device=entries.device)
+    out_NH.copy_(embedding_bag(order_M, picked_MH, starts, mode="sum", include_last_offset=True)[:num_items])
+
+
+def invert_table(table_NK: Tensor, num_rows: int, missing: int) -> Tensor:
+    """For every row the item that has it in ``table_NK`` (int64, -1 = none), else ``missing``; int64 ``[R]``."""
+    num_items, top_k = table_NK.shape
+    item_NK = torch.arange(num_items, device=table_NK.device).unsqueeze(1).expand(num_items, top_k)
+    return place_in_rows(item_NK, table_NK, num_rows, missing)
+
+
+def place_in_rows(values_NK: Tensor, table_NK: Tensor, num_rows: int, missing: float) -> Tensor:
+    """``out[table[n, k]] = values[n, k]``, and ``missing`` in rows that no slot names; ``[num_rows]``."""
+    # Absent slots write to a row behind the last one: no boolean mask, so no data-dependent shape.
+    target_S = torch.where(table_NK >= 0, table_NK, num_rows).flatten()
+    out = torch.full((num_rows + 1,), missing, dtype=values_NK.dtype, device=values_NK.device)
+    return out.scatter_(0, target_S, values_NK.flatten())[:num_rows]
+
+
+def pick_from_rows(values_R: Tensor, table_NK: Tensor) -> Tensor:
+    """``out[n, k] = values[table[n, k]]``, zero where the slot is absent."""
+    if values_R.numel() == 0:
+        return values_R.new_zeros(table_NK.shape)
+    picked_NK = values_R.index_select(0, table_NK.clamp_min(0).flatten()).view(table_NK.shape)
+    return torch.where(table_NK >= 0, picked_NK, 0)
+
+
+def scale_rows(rows_RH: Tensor, weights_R: Tensor) -> Tensor:
+    """``round(weights[r] * rows[r])`` in FP32, rounded to the dtype of the rows."""
+    return (rows_RH.float() * weights_R.unsqueeze(1)).to(rows_RH.dtype)
+
+
+def row_dot(a_RH: Tensor, b_RH: Tensor) -> Tensor:
+    """FP32 ``[R]``: dot product of each pair of rows, summed in a fixed order by halving.
+
+    The row is padded with zeros to a power of two; then its upper half is added to its lower half until
+    one element is left. Products are rounded before they are added. The order does not depend on the
+    device, the number of threads or the other rows.
+    """
+    products_RX = a_RH.float() * b_RH.float()
+    width = products_RX.shape[1]
+    half = 1 << max(0, (width - 1).bit_length() - 1)
+    while width > 1:
+        low, high = products_RX[:, :half], products_RX[:, half:width]
+        low[:, : width - half] += high
+        products_RX, width, half = low, half, half // 2
+    return products_RX[:, 0].contiguous()

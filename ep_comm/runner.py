@@ -1,0 +1,302 @@
+"""StepRunner: a training step as a transaction.
+
+    attempt ──▶ verdict ──▶ fits ─────────────▶ optimizer.step(), committed
+                   │
+                   └──────▶ does not fit ─▶ roll back ─▶ replay with exact buffers ─▶ grow budgets ─▶ committed
+
+At most one replay a step. What a layer needs depends on the outputs of the layers before it, so after an
+overflow the demand of deeper layers is not yet known; a replay sized by it could overflow again. The replay
+therefore sizes every buffer exactly, as eager mode does, and gives the same bits as eager mode. What it
+needed is what the budgets grow to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .dispatcher import Dispatcher
+from .errors import BudgetExceededError, ConfigError, EPError
+from .ledger import Demand, StepLedger
+from .memory import free_memory
+from .snapshot import StateSnapshot
+
+__all__ = ["LayerBudget", "StepRunner"]
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """The budget of one layer and its history, all in rows.
+
+    Attributes:
+        name: the layer: path of the dispatcher in the model.
+        start_rows: budget at the start.
+        budget_rows: budget now.
+        required_peak_rows: most rows a committed step needed on any rank.
+        worst_case_rows: most rows any routing can need.
+        pair_rows: budget of token rows between two ranks now.
+        overflows: steps in which this layer's rows did not fit.
+    """
+
+    name: str
+    start_rows: int
+    budget_rows: int
+    required_peak_rows: int
+    worst_case_rows: int
+    pair_rows: int
+    overflows: int
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the ranks agree on after an attempt, and what this rank's dispatchers needed."""
+
+    overflow: bool
+    failed: bool
+    demands: list[tuple[Dispatcher, Demand]]
+
+
+class StepRunner:
+    """Runs training steps so that an overflow of a static budget costs one replay and loses nothing.
+
+    ``step_fn(batch)`` does forward, backward and whatever reduces or clips gradients. The runner zeroes the
+    gradients before it and calls ``optimizer.step()`` after it, once the ranks have agreed that nothing
+    overflowed. Otherwise gradients, module buffers, random number generators and ``extra_state`` go back to
+    what they were and ``step_fn`` runs again on the same batch. ``step_fn`` must therefore not change anything
+    else that matters, and must not call ``optimizer.step()``.
+
+    Args:
+        step_fn: called with the batch; its result is returned to the caller.
+        model: its buffers are rolled back; its module paths name the layers in messages.
+        optimizer: one optimizer or several.
+        group: all ranks that train together (data-parallel replicas included); None takes the default group.
+            Where it is larger than a dispatcher's group, one small all-reduce a step agrees on the verdict.
+        capture: CUDA graphs: ``"auto"``, ``"always"`` or ``"never"``.
+        check: ``"every_step"`` reads the verdict of each step before it is committed.
+        headroom: how much more than required a grown budget holds, 0.1 = 10 %.
+        extra_state: further things a step changes: tensors, or objects with ``state_dict`` and
+            ``load_state_dict``.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[Any], Any],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        capture: Literal["auto", "always", "never"] = "auto",
+        check: Literal["every_step"] = "every_step",
+        headroom: float = 0.1,
+        extra_state: Iterable[Any] = (),
+    ) -> None:
+        if capture not in ("auto", "always", "never"):
+            raise ConfigError(f"capture must be 'auto', 'always' or 'never', got {capture!r}")
+        if capture == "always":
+            raise ConfigError("capture='always' needs CUDA graphs, which this version does not make; use 'auto'")
+        if check != "every_step":
+            raise ConfigError(f"check must be 'every_step', got {check!r}")
+        if not 0.0 <= headroom <= 10.0:
+            raise ConfigError(f"headroom must be from 0 to 10 (0.1 is 10 % more than required), got {headroom!r}")
+        self._step_fn = step_fn
+        self._model = model
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self._headroom = headroom
+        self._snapshot = StateSnapshot(model, extra_state)
+        self._seen: list[Dispatcher] = []
+        self._pending: dict[str, dict[str, Any]] = {}
+        self.steps = 0
+        """Committed steps."""
+        self.replays = 0
+        """Steps that had to be replayed."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Run one step.
+
+        Returns:
+            What ``step_fn`` returned in the attempt that was committed.
+
+        Raises:
+            BudgetExceededError: routing needs more rows than the ceiling, or than free memory, allows.
+            RoutingError: ``topk_idx`` held ids out of range.
+            Exception: whatever ``step_fn`` raised.
+
+            In every case model, optimizer, random number generators and extra state are as before the step.
+        """
+        self._snapshot.take()
+        try:
+            result, verdict = self._attempt(batch, exact=False)
+            self._raise_failure(verdict)
+            if verdict.overflow:
+                self._snapshot.restore()
+                self._count_overflows(verdict)
+                result, verdict = self._attempt(batch, exact=True)
+                self._raise_failure(verdict)
+                self._raise_exceeded(verdict)
+                self._grow(verdict)
+                self.replays += 1
+        except BaseException:
+            self._snapshot.restore()
+            self._zero_grad()
+            raise
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for dispatcher, demand in verdict.demands:
+            dispatcher.budget.note(demand)
+        self.steps += 1
+        return result
+
+    def budgets(self) -> list[LayerBudget]:
+        """The static dispatchers seen so far, in the order of their first dispatch."""
+        return [
+            LayerBudget(
+                name=self._name(dispatcher),
+                start_rows=dispatcher.budget.rows.start,
+                budget_rows=dispatcher.budget.rows.rows,
+                required_peak_rows=dispatcher.budget.rows.peak,
+                worst_case_rows=dispatcher.config.worst_case_rows(dispatcher.ep_size),
+                pair_rows=dispatcher.budget.pairs.rows,
+                overflows=dispatcher.budget.overflows,
+            )
+            for dispatcher in self._seen
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the budgets of all layers seen, by name; plain Python values."""
+        layers = {self._name(dispatcher): dispatcher.state_dict() for dispatcher in self._seen}
+        return {"steps": self.steps, "replays": self.replays, "layers": {**self._pending, **layers}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over :meth:`state_dict`. Layers not found in the model get their budget when they first dispatch."""
+        self.steps = state["steps"]
+        self.replays = state["replays"]
+        self._pending = dict(state["layers"])
+        for dispatcher in _named_dispatchers(self._model).values():
+            self._adopt(dispatcher)
+        for dispatcher in self._seen:
+            self._adopt(dispatcher)
+
+    # -- one attempt ---------------------------------------------------------------------------------
+
+    def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, _Verdict]:
+        self._zero_grad()
+        ledger = StepLedger(exact=exact)
+        with ledger.open():
+            result = self._step_fn(batch)
+        self._meet(ledger)
+        demands = list(zip(ledger.dispatchers, ledger.read()))
+        overflow = any(demand.overflowed for _, demand in demands)
+        failed = any(demand.fault_rank >= 0 for _, demand in demands)
+        overflow, failed = self._agree(ledger, overflow, failed)
+        return result, _Verdict(overflow, failed, demands)
+
+    def _agree(self, ledger: StepLedger, overflow: bool, failed: bool) -> tuple[bool, bool]:
+        """The verdict of all training ranks. Ranks of one dispatcher's group agree already."""
+        if self._group is None:
+            return overflow, failed
+        world = dist.get_world_size(self._group)
+        if world == 1 or (ledger.dispatchers and all(d.ep_size == world for d in ledger.dispatchers)):
+            return overflow, failed
+        if not self._seen and not _named_dispatchers(self._model):
+            return overflow, failed
+        flags = torch.tensor([overflow, failed], dtype=torch.int32, device=_device(ledger, self._group))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flags[0]), bool(flags[1])
+
+    def _meet(self, ledger: StepLedger) -> None:
+        for dispatcher in ledger.dispatchers:
+            if not any(known is dispatcher for known in self._seen):
+                self._seen.append(dispatcher)
+                if self._adopt(dispatcher):
+                    continue
+
+    def _adopt(self, dispatcher: Dispatcher) -> bool:
+        """Give the dispatcher the budget that was loaded under its name, if any."""
+        state = self._pending.pop(self._name(dispatcher), None)
+        if state is not None:
+            dispatcher.load_state_dict(state)
+        return state is not None
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    # -- verdicts ------------------------------------------------------------------------------------
+
+    def _raise_failure(self, verdict: _Verdict) -> None:
+        if not verdict.failed:
+            return
+        for dispatcher, demand in verdict.demands:
+            if demand.fault_rank >= 0:
+                raise dispatcher.recorded_error(demand, layer=self._name(dispatcher))
+        raise EPError("the step failed on another data-parallel replica, whose ranks say why")
+
+    def _raise_exceeded(self, verdict: _Verdict) -> None:
+        """After a replay an overflow means that the ceiling itself was not enough."""
+        if not verdict.overflow:
+            return
+        for dispatcher, demand in verdict.demands:
+            if demand.overflowed:
+                required = max(demand.required_rows)
+                where = demand.required_rows.index(required)
+                raise dispatcher.budget.exceeded(self._name(dispatcher), where, required)
+        raise BudgetExceededError(
+            "the budget was exceeded on another data-parallel replica, whose ranks say where",
+            layer="",
+            rank=-1,
+            required_rows=0,
+            allowed_rows=0,
+        )
+
+    def _count_overflows(self, verdict: _Verdict) -> None:
+        for dispatcher, demand in verdict.demands:
+            dispatcher.budget.overflows += demand.overflowed
+
+    def _grow(self, verdict: _Verdict) -> None:
+        """Grow the budgets that were too small, if the memory is there on every rank."""
+        growth = [(d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands]
+        total = sum(more for _, _, more in growth)
+        device = verdict.demands[0][0].device if verdict.demands else torch.device("cpu")
+        short = torch.tensor(int(total > free_memory(device)), dtype=torch.int32, device=device)
+        if self._group is not None and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(short, op=dist.ReduceOp.MAX, group=self._group)
+        if bool(short):
+            dispatcher, demand, _ = max(growth, key=lambda entry: entry[2])
+            required = max(demand.required_rows)
+            where = demand.required_rows.index(required)
+            raise dispatcher.budget.exceeded(self._name(dispatcher), where, required, memory=total)
+        for dispatcher, demand, _ in growth:
+            dispatcher.budget.grow_to(demand, self._headroom)
+
+    def _name(self, dispatcher: Dispatcher) -> str:
+        for name, known in _named_dispatchers(self._model).items():
+            if known is dispatcher:
+                return name
+        return dispatcher.name
+
+
+def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
+    """Every dispatcher that is an attribute of a module of the model, by the module's path."""
+    return {
+        path or type(module).__name__: value
+        for path, module in model.named_modules()
+        for value in vars(module).values()
+        if isinstance(value, Dispatcher)
+    }
+
+
+def _device(ledger: StepLedger, group: dist.ProcessGroup) -> torch.device:
+    if ledger.dispatchers:
+        return ledger.dispatchers[0].device
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

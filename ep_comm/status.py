@@ -1,0 +1,163 @@
+"""The status words that travel with the routing counts, and the sentences they turn into.
+
+A mistake that only one rank made must stop every rank, with the same message everywhere. So a rank
+never raises on its own before an exchange: it puts a code and up to four integers into its status
+words, takes part with zero tokens, and every rank formats the message from the words it received.
+
+Words of a message, all int32:
+
+    0  operation    what the sender is doing, so that ranks out of step notice
+    1  sequence     number of the dispatch on this dispatcher (combine: of the dispatch it belongs to)
+    2  num_tokens   tokens of the sender in this call
+    3  dtype        code of the payload's dtype
+    4  budget_rows  receive budget of the sender
+    5  fault        0, or what is wrong on the sender
+    6  ..9          up to four integers that describe the fault
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from .config import EPConfig
+from .errors import ArgumentError, ClosedError, EPError, HandleError, RoutingError
+
+__all__ = ["DTYPES", "Fault", "FaultCode", "HEADER_WORDS", "Operation", "Word", "error_from_words"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes a token row or an expert output may have; the index is the code in the status words."""
+
+_ALLOWED = "torch.bfloat16, torch.float16 or torch.float32"
+FAULT_VALUES = 4
+
+
+class Word(IntEnum):
+    """Positions of the status words in a message."""
+
+    OPERATION = 0
+    SEQUENCE = 1
+    NUM_TOKENS = 2
+    DTYPE = 3
+    BUDGET_ROWS = 4
+    FAULT = 5
+    VALUES = 6
+
+
+HEADER_WORDS = Word.VALUES + FAULT_VALUES
+
+
+class Operation(IntEnum):
+    """What a rank is doing when it sends a message."""
+
+    DISPATCH = 1
+    COMBINE = 2
+
+
+class FaultCode(IntEnum):
+    """Everything that can be wrong with one rank's call."""
+
+    NONE = 0
+    CLOSED = 1
+    TOKENS_TYPE = 2
+    TOKENS_SHAPE = 3
+    TOKENS_DTYPE = 4
+    TOKENS_DEVICE = 5
+    TOO_MANY_TOKENS = 6
+    IDX_TYPE = 7
+    IDX_SHAPE = 8
+    IDX_DTYPE = 9
+    IDX_DEVICE = 10
+    WEIGHTS_TYPE = 11
+    WEIGHTS_SHAPE = 12
+    WEIGHTS_DTYPE = 13
+    WEIGHTS_DEVICE = 14
+    EXPERT_ID = 15
+    OUTPUT_TYPE = 16
+    OUTPUT_SHAPE = 17
+    OUTPUT_DTYPE = 18
+    OUTPUT_DEVICE = 19
+    HANDLE_TYPE = 20
+    HANDLE_FOREIGN = 21
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake: its code, the integers every rank gets to see, and what only this rank can say."""
+
+    code: FaultCode
+    values: tuple[int, ...] = ()
+    detail: str = ""
+
+    def words(self) -> list[int]:
+        """The fault as it travels: code and four integers, each clamped to int32."""
+        values = [*self.values, 0, 0, 0, 0][:FAULT_VALUES]
+        return [int(self.code), *(max(-(2**31), min(v, 2**31 - 1)) for v in values)]
+
+
+def error_from_words(words: list[int], rank: int, config: EPConfig, detail: str = "") -> EPError:
+    """The error that the status words of ``rank`` stand for.
+
+    Args:
+        words: fault code and its four integers.
+        rank: rank in the dispatcher's group that reported it.
+        config: the dispatcher's configuration, for the allowed values.
+        detail: what is only known on the rank itself, for example the name of a wrong dtype.
+    """
+    code, values = FaultCode(words[0]), words[1 : 1 + FAULT_VALUES]
+    text = f"rank {rank}: {_sentence(code, values, config)}"
+    if detail:
+        text += f" ({detail})"
+    if code is FaultCode.EXPERT_ID:
+        return RoutingError(text)
+    if code is FaultCode.CLOSED:
+        return ClosedError(text)
+    if code in (FaultCode.HANDLE_TYPE, FaultCode.HANDLE_FOREIGN):
+        return HandleError(text)
+    return ArgumentError(text)
+
+
+def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
+    hidden, top_k = config.hidden_size, config.top_k
+    if code is FaultCode.CLOSED:
+        return "cannot dispatch or combine: the dispatcher has been closed"
+    if code is FaultCode.EXPERT_ID:
+        return (
+            f"topk_idx holds expert id {v[2]} at token {v[0]}, slot {v[1]}; allowed are 0 to "
+            f"{config.num_experts - 1}, or -1 for no expert"
+        )
+    if code is FaultCode.TOO_MANY_TOKENS:
+        return (
+            f"tokens has {v[0]} rows, more than max_tokens_per_rank={config.max_tokens_per_rank}; "
+            f"raise max_tokens_per_rank or split the batch"
+        )
+    shape = "[" + ", ".join(str(n) for n in v[1 : 1 + min(v[0], 3)]) + (", ...]" if v[0] > 3 else "]")
+    shapes = {
+        FaultCode.TOKENS_SHAPE: f"tokens must have shape [T, hidden_size={hidden}], got {shape}",
+        FaultCode.IDX_SHAPE: f"topk_idx must have shape [T, top_k={top_k}] with the T of tokens, got {shape}",
+        FaultCode.WEIGHTS_SHAPE: (
+            f"topk_weights must have shape [T, top_k={top_k}] with the T of tokens, got {shape}"
+        ),
+        FaultCode.OUTPUT_SHAPE: (
+            f"expert_output must have the shape of the dispatched rows, [{v[3]}, {hidden}], got {shape}"
+        ),
+    }
+    plain = {
+        FaultCode.TOKENS_TYPE: "tokens must be a torch.Tensor",
+        FaultCode.IDX_TYPE: "topk_idx must be a torch.Tensor",
+        FaultCode.WEIGHTS_TYPE: "topk_weights must be a torch.Tensor",
+        FaultCode.OUTPUT_TYPE: "expert_output must be a torch.Tensor",
+        FaultCode.TOKENS_DTYPE: f"tokens must be {_ALLOWED}",
+        FaultCode.IDX_DTYPE: "topk_idx must be torch.int32 or torch.int64",
+        FaultCode.WEIGHTS_DTYPE: "topk_weights must be torch.float32",
+        FaultCode.OUTPUT_DTYPE: f"expert_output must be {_ALLOWED}",
+        FaultCode.TOKENS_DEVICE: "tokens must be on the dispatcher's device",
+        FaultCode.IDX_DEVICE: "topk_idx must be on the dispatcher's device",
+        FaultCode.WEIGHTS_DEVICE: "topk_weights must be on the dispatcher's device",
+        FaultCode.OUTPUT_DEVICE: "expert_output must be on the dispatcher's device",
+        FaultCode.HANDLE_TYPE: "handle must be the handle of a Dispatched that dispatch() returned",
+        FaultCode.HANDLE_FOREIGN: "handle belongs to another dispatcher; combine with the one that dispatched",
+    }
+    return shapes.get(code) or plain[code]

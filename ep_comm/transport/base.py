@@ -1,0 +1,102 @@
+"""What a transport is: two verbs, the exchange of counts, and nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..plan import RoutingPlan
+
+__all__ = ["RowFormat", "Route", "Transport"]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a token row looks on the wire.
+
+    Attributes:
+        dtype: dtype of the rows on both sides.
+        mxfp8: whether the row travels as MXFP8 blocks; then ``rounding`` is the scale rule.
+        keep_mxfp8: hand out the received rows as :class:`ep_comm.MXFP8Tensor` instead of ``dtype``.
+    """
+
+    dtype: torch.dtype
+    mxfp8: bool = False
+    rounding: str = "rceil"
+    keep_mxfp8: bool = False
+
+
+class Route:
+    """A transport's tables for one dispatch. Made by :meth:`Transport.open_route`, kept in the handle.
+
+    The sending half comes from the plan. The receiving half (which row each received token has) travels with
+    the first ``scatter_rows`` and is fixed from then on, so that a handle stays valid however many other
+    dispatches come in between.
+    """
+
+    plan: RoutingPlan
+
+
+class Transport(ABC):
+    """Moves rows between the ranks of one group. Knows nothing of modes, autograd, budgets or replay.
+
+    All ranks of the group call the same methods in the same order.
+    """
+
+    name: str
+
+    @abstractmethod
+    def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
+        """All-gather of one int32 vector ``[X]`` per rank; returns ``[P, X]``, on the device of the message."""
+
+    @abstractmethod
+    def open_route(self, plan: RoutingPlan) -> Route:
+        """Derive the sending half of the tables. Moves no data."""
+
+    @abstractmethod
+    def scatter_rows(
+        self, route: Route, rows_TH: Tensor, scalars_TK: Tensor | None, row_format: RowFormat, operation: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Copy every token row to all rows that the plan gives it on the experts' ranks.
+
+        Args:
+            rows_TH: this rank's rows ``[T, H]``, contiguous.
+            scalars_TK: fp32 ``[T, K]``, one scalar a slot that travels along; needed on a route's first
+                scatter, which also carries the receiving half of the tables.
+            operation: what the user is doing, for error messages.
+
+        Returns:
+            rows ``[R, H]`` (zero in padding and tail) in ``row_format``, and the scalars ``[R]`` or None.
+        """
+
+    @abstractmethod
+    def gather_sum(
+        self,
+        route: Route,
+        rows_RH: Tensor,
+        weights_R: Tensor | None,
+        scalars_R: Tensor | None,
+        operation: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum the rows of every token, first on the rank that has them, then over ranks ascending.
+
+        Args:
+            rows_RH: ``[R, H]``, contiguous.
+            weights_R: fp32 ``[R]``, factors of the rows, or None.
+            scalars_R: fp32 ``[R]``, brought back unsummed to the slot they belong to, or None.
+
+        Returns:
+            sums ``[T, H]`` in the dtype of the rows, and the scalars ``[T, K]`` or None.
+        """
+
+    @abstractmethod
+    def wire_row_bytes(
+        self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool
+    ) -> int:
+        """Bytes that one token row takes between two ranks, with its scalars and receiving tables if asked."""
+
+    def close(self) -> None:
+        """Give back what the transport owns. The process group is the caller's."""
