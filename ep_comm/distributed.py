@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .errors import ConfigError, PeerLostError
 from .launchers import LaunchInfo, detect_launcher
 
-__all__ = ["Env", "init_distributed", "shutdown"]
+__all__ = ["Env", "first_failure", "init_distributed", "shutdown"]
 
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
@@ -138,6 +138,20 @@ def shutdown(*, failed: bool | None = None) -> None:
         dist.destroy_process_group()
     if store is not None and env.world_size > 1 and not failed:
         _leave_together(env, store, hosts_store)
+
+
+def first_failure() -> bool:
+    """Whether this rank is the first of the job to call this: then it should say what went wrong.
+
+    One rank's error ends the others, often with an error of their own that is only a consequence.
+    """
+    env, store = _Owned.env, _Owned.store
+    if env is None or store is None or env.world_size == 1:
+        return True
+    try:
+        return store.add("ep_comm/failures", 1) == 1
+    except RuntimeError:
+        return True  # the store went with the rank that served it
 
 
 def _leave_together(env: Env, store: dist.Store, hosts_store: bool) -> None:

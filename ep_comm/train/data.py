@@ -81,7 +81,9 @@ class ByteCorpus:
     def _pick(self, index: int) -> int:
         epoch, position = divmod(index, self.num_sequences)
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            # A hash, because the generator only uses the low 32 bits of its seed.
+            digest = hashlib.sha256(f"order {self.seed} {epoch}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             self._order = (epoch, torch.randperm(self.num_sequences, generator=generator))
         return int(self._order[1][position])
 

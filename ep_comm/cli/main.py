@@ -1,0 +1,77 @@
+"""The ``ep-comm`` program: its commands, and how errors become one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from ..errors import ConfigError, EPError
+from .train import train
+
+__all__ = ["app", "main"]
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="ep-comm",
+    help="Expert-parallel dispatch and combine for Mixture-of-Experts models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _program() -> None:
+    """Expert-parallel dispatch and combine for Mixture-of-Experts models."""
+
+
+app.command("train")(train)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program and exit: 0, 1 for a failure, 2 for a bad option, 130 for Ctrl-C."""
+    status = run(sys.argv[1:] if argv is None else list(argv))
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the program; returns the exit status."""
+    try:
+        return int(app(args=list(argv), prog_name="ep-comm", standalone_mode=False) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except ConfigError as error:
+        return _fail(str(error), USAGE_ERROR)
+    except EPError as error:
+        return _fail(str(error), 1)
+    except Exception as error:
+        # typer may bring its own copy of click, so its usage errors are known by what they can do.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            return _fail(f"{error.format_message()} (see ep-comm --help)", error.exit_code)
+        return _fail(f"unexpected {type(error).__name__}\n{traceback.format_exc().rstrip()}", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    """Say what is wrong, on one rank only: the first to fail speaks for those it takes along."""
+    if "torch.distributed" in sys.modules:
+        from ..distributed import first_failure, shutdown
+
+        if first_failure():
+            _say(message)
+        shutdown(failed=True)
+    else:
+        _say(message)
+    return status
+
+
+def _say(message: str) -> None:
+    rank = os.environ.get("RANK")
+    where = f" (rank {rank})" if rank is not None and "rank" not in message else ""
+    print(f"ep-comm: error{where}: {message}", file=sys.stderr, flush=True)

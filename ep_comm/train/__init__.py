@@ -1,0 +1,9 @@
+"""``ep-comm train``: a byte-level MoE language model, trained on real text with its experts spread over ranks."""
+
+from __future__ import annotations
+
+from .loop import Trainer
+from .options import TrainOptions
+from .run import train
+
+__all__ = ["TrainOptions", "Trainer", "train"]

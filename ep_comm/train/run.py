@@ -1,0 +1,115 @@
+"""The whole of ``ep-comm train`` on one rank: train, validate, report, compare."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from rich.console import Console
+
+from ..distributed import Env
+from .data import load_corpus
+from .loop import Trainer
+from .options import TrainOptions
+from .plot import plot_run
+from .progress import TrainingProgress, short
+from .report import print_report, run_facts, write_json
+from .verify import Comparison, compare_runs
+
+__all__ = ["train"]
+
+
+def train(options: TrainOptions, env: Env) -> None:
+    """Run ``options`` on this rank. Collective.
+
+    Raises:
+        EPError: anything the run has to say no to; see the modules of this package.
+    """
+    options.check_world_size(env.world_size)
+    _make_reproducible(env)
+    console = Console(highlight=False) if env.rank == 0 else None
+    corpus = load_corpus(options.data, options.sequence_length, options.seed, options.max_bytes)
+    run = Trainer(options, env, corpus)
+    if options.resume is not None:
+        run.resume(options.resume)
+    _announce(console, run)
+    if options.trace is not None:
+        run.attach_trace(options.trace)
+    with TrainingProgress(console, "training", options.steps, run.step) as progress:
+        _train_and_save(run, progress)
+    budgets_peak = run_facts(run, None)  # before validation, which may grow budgets as well
+    validation_loss = run.validate()
+    facts = {**budgets_peak, "validation_loss": validation_loss}
+    if console is not None:
+        print_report(console, facts)
+        if options.plot is not None:
+            title = f"ep-comm train: {env.world_size} ranks, {run.mode} mode, {options.num_experts} experts top-{options.top_k}"
+            plot_run(options.plot, run.history, validation_loss, title)
+            console.print(f"\nplot written to {options.plot}")
+    if options.verify:
+        facts["verified"] = vars(_verify(run, console))
+    if console is not None and options.json is not None:
+        write_json(options.json, facts)
+    run.close()
+
+
+def _train_and_save(run: Trainer, progress: TrainingProgress) -> None:
+    options = run.options
+    if run.step >= options.steps:
+        return
+    every = options.save_every or options.steps
+    while run.step < options.steps:
+        run.train(min(options.steps, (run.step // every + 1) * every), progress)
+        if options.save is not None:
+            run.save(options.save)
+
+
+def _verify(run: Trainer, console: Console | None) -> Comparison:
+    """Train the same run again in eager mode, from the same start, and compare."""
+    options = run.options
+    eager = Trainer(options, run.env, run.corpus, mode="eager")
+    if options.resume is not None:
+        eager.resume(options.resume)
+    with TrainingProgress(console, "the same in eager mode", options.steps, eager.step) as progress:
+        eager.train(options.steps, progress)
+    try:
+        result = compare_runs(run, eager)
+    finally:
+        eager.close()
+    if console is not None:
+        console.print(
+            f"\nweights: bit for bit equal to eager mode ({result.tensors} tensors, {result.values:,} values), "
+            f"and so are optimizer state and router biases ({result.state_tensors} tensors, "
+            f"{result.state_values:,} values)",
+            style="green",
+        )
+    return result
+
+
+def _announce(console: Console | None, run: Trainer) -> None:
+    if console is None:
+        return
+    options, env = run.options, run.env
+    source = "Python's standard library" if options.data is None else str(options.data)
+    total = sum(p.numel() for p in run.model.parameters())
+    console.print(f"[bold]ep-comm train[/bold]: byte-level MoE transformer on {short(run.corpus.num_bytes)}B of {source}")
+    console.print(
+        f"  {env.world_size} ranks ({env.launcher}, {env.backend} on {env.device.type}), {options.layers} layers, "
+        f"{options.num_experts} experts top-{options.top_k}, {short(total)} weights a rank"
+    )
+    wire = f"dispatch {options.dispatch_dtype}, combine gradient {options.grad_dtype}"
+    budget = ""
+    if run.mode == "static":
+        rows = run.layers[0].dispatcher.budget_rows
+        budget = f"budget {rows:,} rows a layer and rank, "
+    console.print(f"  {run.mode} mode, {budget}wire: {wire}")
+    if run.step:
+        console.print(f"  resumed at step {run.step}")
+    console.print()
+
+
+def _make_reproducible(env: Env) -> None:
+    if env.device.type == "cuda":
+        # Some GPU kernels sum in an order that changes from run to run; --verify and --resume compare bits.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
