@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .experts import GroupedExperts, SharedExpert
+from .layer import MoELayer
 from .router import TopKRouter, update_expert_biases
 
-__all__ = ["GroupedExperts", "SharedExpert", "TopKRouter", "update_expert_biases"]
+__all__ = ["GroupedExperts", "MoELayer", "SharedExpert", "TopKRouter", "update_expert_biases"]

@@ -10,6 +10,9 @@ forward pass nor a weight's gradient reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -18,14 +21,15 @@ from ..errors import ArgumentError, ConfigError
 from .init import resolve_seed, seeded_generator, uniform_fan_in_
 from .precision import autocast_dtype
 
-__all__ = ["GroupedExperts", "SharedExpert"]
+__all__ = ["GroupedExperts", "SharedExpert", "check_row_bytes"]
 
 # torch.nn.functional.grouped_mm wants rows of whole 16-byte units, on every device.
 ROW_BYTES = 16
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts of one rank: ``y = (silu(x W_gate) * (x W_up)) W_down`` (Shazeer 2020, arXiv 2002.05202).
+    """SwiGLU experts of one rank: ``y = (silu(x W_gate) * (x W_up)) W_down`` (Shazeer 2020, arXiv
+    2002.05202).
 
     The weights of expert ``first_expert + l`` are drawn from a generator seeded by ``seed`` and that global
     number: they are the same wherever the expert lives (see :mod:`ep_comm.moe.init`). Random numbers of CPU
@@ -74,9 +78,8 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(
             torch.empty(num_local_experts, ffn_size, hidden_size, dtype=dtype, device=device)
         )
-        self._check_row_bytes(self.gate_up_proj.dtype)
-        for parameter in (self.gate_up_proj, self.down_proj):
-            parameter.ep_expert = True
+        check_row_bytes(self.gate_up_proj.dtype, hidden_size=hidden_size, ffn_size=ffn_size)
+        self._mark()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -95,7 +98,7 @@ class GroupedExperts(nn.Module):
         """Run each segment of rows through its expert.
 
         Args:
-            rows_RH: ``[R, H]`` in the weights' dtype, or any floating dtype under autocast; ``R = 0`` is fine.
+            rows_RH: ``[R, H]`` in the weights' dtype, under autocast in any; ``R = 0`` is fine.
             expert_offsets_L1: ``[L + 1]`` integer on the rows' device. Expert ``l`` gets the rows from
                 ``expert_offsets_L1[l]`` up to ``expert_offsets_L1[l + 1]``. The first must be 0.
 
@@ -137,20 +140,27 @@ class GroupedExperts(nn.Module):
                 f"rows, expert_offsets and the weights must be on one device, got {rows_RH.device}, "
                 f"{expert_offsets_L1.device} and {self.gate_up_proj.device}"
             )
-        self._check_row_bytes(dtype)
+        check_row_bytes(dtype, hidden_size=self.hidden_size, ffn_size=self.ffn_size)
 
-    def _check_row_bytes(self, dtype: torch.dtype) -> None:
-        multiple = max(ROW_BYTES // dtype.itemsize, 1)
-        for name in ("hidden_size", "ffn_size"):
-            if getattr(self, name) % multiple:
-                raise ConfigError(
-                    f"{name} must be a multiple of {multiple} for experts in {dtype} "
-                    f"(grouped_mm wants rows of whole {ROW_BYTES}-byte units), got {getattr(self, name)}"
-                )
+    def _mark(self) -> None:
+        for parameter in self.parameters():
+            parameter.ep_expert = True
+
+    # A conversion from meta and a deep copy make new parameters, without the attributes of the old.
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GroupedExperts:
+        super()._apply(fn, recurse)
+        self._mark()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
-        return f"experts {self.first_expert} to {last}, hidden_size={self.hidden_size}, ffn_size={self.ffn_size}"
+        sizes = f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}"
+        return f"experts {self.first_expert} to {last}, {sizes}"
 
 
 class _NoRows(torch.autograd.Function):
@@ -168,14 +178,12 @@ class _NoRows(torch.autograd.Function):
         return torch.empty_like(rows_0H)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_0H: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad_0H: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grad_0H, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is laid out densely: grouped_mm refuses an expanded one, as ``y.sum()`` sends."""
+    """Identity whose gradient is laid out densely: grouped_mm refuses an expanded one, as of ``y.sum()``."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, y_RH: torch.Tensor) -> torch.Tensor:
@@ -239,6 +247,17 @@ class SharedExpert(nn.Module):
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, ffn_size={self.ffn_size}"
+
+
+def check_row_bytes(dtype: torch.dtype, **sizes: int) -> None:
+    """Raise ConfigError for the first of ``sizes`` that is not a multiple of 16 bytes in ``dtype``."""
+    multiple = max(ROW_BYTES // dtype.itemsize, 1)
+    for name, value in sizes.items():
+        if value % multiple:
+            raise ConfigError(
+                f"{name} must be a multiple of {multiple} for experts in {dtype} "
+                f"(grouped_mm wants rows of whole {ROW_BYTES}-byte units), got {value}"
+            )
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -1,8 +1,8 @@
 """The router: which experts a token goes to, with what weight, and what keeps their loads even.
 
-    x_TH ──▶ FP32 logits ──▶ softmax or sigmoid ──▶ scores_TE ─┬──────────▶ gather ──▶ normalise, scale ──▶ topk_weights_TK
-                                                               │              ▲
-                                        expert_bias_E ──▶ + ───┴─▶ top-k ─────┴───────────────────────────▶ topk_idx_TK
+    x_TH ─▶ FP32 logits ─▶ softmax or sigmoid ─▶ scores_TE ─┬─▶ gather ─▶ normalise, scale ─▶ topk_weights_TK
+                                                            ▼     ▲
+                                        expert_bias_E ────▶ + ─▶ top-k ─────────────────────▶ topk_idx_TK
 
 The bias decides *which* experts are chosen and never touches the weights, so it carries no gradient.
 Nothing here reads the device from the host, and all state sits in buffers that are changed in place: a
@@ -11,7 +11,8 @@ router can be captured in a CUDA graph, and a step that changed it can be rolled
 
 from __future__ import annotations
 
-from typing import Callable, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,8 @@ class TopKRouter(nn.Module):
     * ``aux_loss_coeff``: the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv
       2101.03961, equations 4 to 6), extended to K slots. Over the ``n`` unmasked tokens of this call::
 
-          f_e = (slots that chose e) / (n K)      P_e = mean over tokens of scores[t, e] / sum_e' scores[t, e']
+          f_e = (slots that chose e) / (n K)
+          P_e = mean over tokens t of scores[t, e] / sum over e' of scores[t, e']
           loss = aux_loss_coeff * E * sum_e f_e P_e
 
       It is ``aux_loss_coeff`` where loads are even. Its gradient joins the backward pass by itself, once
@@ -297,5 +299,6 @@ def _update_biases(routers: list[TopKRouter], group: dist.ProcessGroup | None) -
     loads = torch.cat([router.tokens_per_expert for router in routers])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(loads, group=group)
-    for router, load_E in zip(routers, loads.split([router.num_experts for router in routers])):
+    sizes = [router.num_experts for router in routers]
+    for router, load_E in zip(routers, loads.split(sizes), strict=True):
         router._shift_bias(load_E)
