@@ -15,6 +15,12 @@ REPO = Path(__file__).resolve().parents[1]
 TOOLS = ("basename", "bash", "cat", "cksum", "dirname", "rm", "mkdir", "tail")
 
 
+needs_complete_interpreter = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("rich", "typer", "hypothesis", "pytest_timeout")),
+    reason="this interpreter lacks a module that test.sh asks for",
+)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder with a space in its name that holds what the scripts look at, and a one-line test."""
@@ -45,10 +51,7 @@ def _path_with(folder: Path, **programs: str) -> str:
     return str(folder)
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("rich", "typer", "hypothesis", "pytest_timeout")),
-    reason="this interpreter lacks a module that test.sh asks for",
-)
+@needs_complete_interpreter
 def test_a_complete_interpreter_is_used_as_it_is(checkout: Path, tmp_path: Path) -> None:
     done = _run(checkout / "scripts/test.sh", "-q", "-p", "no:cacheprovider", cwd=tmp_path, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,6 +59,7 @@ def test_a_complete_interpreter_is_used_as_it_is(checkout: Path, tmp_path: Path)
     assert not (checkout / ".venv").exists()
 
 
+@needs_complete_interpreter
 def test_exit_status_is_that_of_pytest(checkout: Path, tmp_path: Path) -> None:
     (checkout / "tests" / "test_one.py").write_text("def test_one():\n    raise ValueError\n")
     done = _run(checkout / "scripts/test.sh", "-q", cwd=tmp_path, PYTHON=sys.executable)
