@@ -20,10 +20,10 @@ LAUNCHER_VARIABLES = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM
 def test_examples_run(ranks: int, tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     done = subprocess.run(
-        [sys.executable, *launcher, str(example)],
+        [sys.executable, *(torchrun if ranks > 1 else []), str(example)],
         cwd=tmp_path,
         env={**env, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
         capture_output=True,
