@@ -1,0 +1,124 @@
+"""Compiled kernels of one device, and launching them on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .nvrtc import KernelError, find_nvrtc
+from .sources import build
+
+__all__ = ["CudaKernels", "KernelError", "cuda_kernels_problem", "vector_bytes"]
+
+DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_STATIC_SHARED_LIMIT = 48 * 1024
+
+
+@lru_cache(maxsize=1)
+def cuda_kernels_problem() -> str | None:
+    """Why the CUDA kernels cannot be used here, or None if they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU"
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        return f"CuPy cannot be imported ({error}); install cupy-cuda{major}x"
+    try:
+        find_nvrtc()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def vector_bytes(row_bytes: int, *tensors: Tensor) -> int:
+    """The widest access, 16 bytes or less, to which rows of ``row_bytes`` and all tensors are aligned."""
+    together = row_bytes | 16
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    return together & -together
+
+
+class CudaKernels:
+    """Kernels for one device; compiled at first use, from the disk cache if they are there.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        KernelError: the kernels cannot be used here; the message says what is missing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        problem = cuda_kernels_problem()
+        if problem is not None:
+            raise KernelError(f"the CUDA kernels cannot be used: {problem}")
+        properties = torch.cuda.get_device_properties(device)
+        if properties.major < 9:
+            raise KernelError(
+                f"the CUDA kernels need compute capability 9.0 or higher, {device} ({properties.name}) has "
+                f"{properties.major}.{properties.minor}"
+            )
+        self.device = device
+        self.arch = f"sm_{properties.major}{properties.minor}"
+        self.num_sms = properties.multi_processor_count
+        self._functions: dict[tuple[Any, ...], Any] = {}
+        self._modules: dict[tuple[Any, ...], Any] = {}
+
+    def function(self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int = 0) -> Any:
+        """The loaded kernel ``name`` of ``file`` built with ``defines``, allowed ``shared_bytes`` of shared memory."""
+        key = (file, name, tuple(sorted(defines.items())), max(shared_bytes, _STATIC_SHARED_LIMIT))
+        function = self._functions.get(key)
+        if function is None:
+            import cupy
+
+            with cupy.cuda.Device(self.device.index):
+                module = self._modules.get(key[::2])
+                if module is None:
+                    module = cupy.cuda.function.Module()
+                    module.load(build(file, self.arch, defines))
+                    self._modules[key[::2]] = module
+                function = module.get_function(name)
+                if shared_bytes > _STATIC_SHARED_LIMIT:
+                    limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    cupy.cuda.driver.funcSetAttribute(function.ptr, limit, shared_bytes)
+            self._functions[key] = function
+        return function
+
+    def launch(
+        self,
+        file: str,
+        name: str,
+        defines: Mapping[str, int],
+        grid: int,
+        block: int,
+        arguments: tuple[Any, ...],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Launch a kernel on torch's current stream of the device.
+
+        Arguments: tensors and None become pointers, NumPy scalars keep their type, Python ints are int32.
+        """
+        import cupy
+
+        function = self.function(file, name, defines, shared_bytes)
+        stream = cupy.cuda.ExternalStream(
+            torch.cuda.current_stream(self.device).cuda_stream, self.device.index
+        )
+        with torch.cuda.device(self.device):
+            function((grid,), (block,), tuple(map(_argument, arguments)), shared_bytes, stream)
+
+
+def _argument(value: Any) -> Any:
+    if value is None:
+        return np.uint64(0)
+    if isinstance(value, Tensor):
+        return np.uint64(value.data_ptr())
+    if isinstance(value, int):
+        return np.int32(value)
+    return value

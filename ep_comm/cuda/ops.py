@@ -1,0 +1,390 @@
+"""The operations of the symmetric transport on one rank: allocate results, choose variants, launch.
+
+Every rank of a window calls the same operations in the same order, on one stream at a time: they meet in
+the window. Nothing here waits for the GPU, so everything may be captured in a CUDA graph.
+
+Letters as in docs/architecture.md; ``X = HEADER_WORDS + P + E`` is a message of routing counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..mxfp8 import MXFP8Tensor, scale_row_bytes
+from ..status import HEADER_WORDS
+from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
+from .sources import SCALE_FLOOR
+from .window import WindowLayout
+
+__all__ = [
+    "GatherTuning",
+    "PlanTables",
+    "ScatterTuning",
+    "Window",
+    "barrier",
+    "dequantize_rows",
+    "gather_sum",
+    "plan",
+    "quantize_rows",
+    "scatter_rows",
+    "weighted_backward",
+]
+
+_PLAN_WARPS = 8
+_PLAN_ITEMS_PER_WARP = 128
+_ROW_WARPS = 8
+
+
+@dataclass
+class Window:
+    """One rank's view of the symmetric windows of its group.
+
+    Attributes:
+        peers: int64 ``[P]`` on the device, address of every rank's window as this rank sees it.
+        local: uint8, this rank's own window, zeroed before its first use.
+        state: int32 ``[8]`` on the device, zero at first: epoch and error words.
+        first_bad: int32 ``[1]`` on the device, 2**31 - 1 at first.
+        rank: this rank.
+        layout: where things are in a window; equal on all ranks.
+        timeout_ns: how long a kernel waits for a peer before it records an error in ``state`` and gives up.
+    """
+
+    peers: Tensor
+    local: Tensor
+    state: Tensor
+    first_bad: Tensor
+    rank: int
+    layout: WindowLayout
+    timeout_ns: int
+
+    def _common(self) -> tuple[object, ...]:
+        return self.peers, self.state, np.int64(self.timeout_ns), self.rank, self.layout.ep_size
+
+    def received_rows(self, top_k: int, max_tokens: int) -> Tensor:
+        """int32 ``[P, max_tokens, K]`` view: rows that the latest plan put on this rank, -1 = none."""
+        return self._table(self.layout.rows_offset, torch.int32, top_k, max_tokens)
+
+    def received_weights(self, top_k: int, max_tokens: int) -> Tensor:
+        """float32 ``[P, max_tokens, K]`` view: the weights of those rows."""
+        return self._table(self.layout.weights_offset, torch.float32, top_k, max_tokens)
+
+    def _table(self, offset: int, dtype: torch.dtype, top_k: int, max_tokens: int) -> Tensor:
+        shape = (self.layout.ep_size, max_tokens, top_k)
+        count = shape[0] * shape[1] * shape[2]
+        return self.local[offset : offset + count * 4].view(dtype).view(shape)
+
+
+class PlanTables(NamedTuple):
+    """What :func:`plan` derives, all on the device."""
+
+    matrix_PX: Tensor
+    """int32 ``[P, X]``: the messages of all ranks."""
+    tokens_per_expert_L: Tensor
+    """int64: rows of each expert that fit the budget."""
+    expert_offsets_L1: Tensor
+    """int64 ``[L + 1]``, capped by the budget."""
+    required_rows_P: Tensor
+    """int64."""
+    verdict: Tensor
+    """int32 ``[4]``: overflow, some rank reports a fault, most tokens of a rank, rows this rank needs."""
+    token_counts_P: Tensor
+    """int32: tokens of each rank."""
+    slot_rows_TK: Tensor
+    """int32: row of each slot on its rank, or -1."""
+    slot_ranks_TK: Tensor
+    """int32: rank of each slot, or -1 where it goes nowhere."""
+
+
+@dataclass(frozen=True)
+class ScatterTuning:
+    """How :func:`scatter_rows` runs. ``segments`` and ``lag`` must be equal on all ranks.
+
+    Attributes:
+        bulk: bulk copies through shared memory instead of loads and stores (payload as is only).
+        warps, blocks_per_sm, unroll: shape of the launch (``unroll`` only without ``bulk``).
+        segments: least number of segments a row is cut into; fewer tokens give more.
+        lag: rounds between sending a segment and waiting for the peer's of the same number.
+        buffers, buffer_bytes, depth: the ring of each warp (``bulk``).
+        pull: publish locally and load over the link (for comparison).
+    """
+
+    bulk: bool = False
+    warps: int = 16
+    blocks_per_sm: int = 2
+    unroll: int = 4
+    segments: int = 7
+    lag: int = 1
+    buffers: int = 4
+    buffer_bytes: int = 4096
+    depth: int = 2
+    pull: bool = False
+
+
+@dataclass(frozen=True)
+class GatherTuning:
+    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows loaded before the first is added."""
+
+    warps: int = 16
+    blocks_per_sm: int = 1
+    unroll: int = 2
+    batch: int = 4
+    segments: int = 7
+    lag: int = 1
+
+
+def plan(
+    kernels: CudaKernels,
+    window: Window,
+    header: Tensor,
+    topk_idx_TK: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    num_experts: int,
+    max_tokens: int,
+    alignment: int,
+) -> PlanTables:
+    """Count, exchange the counts, and derive where every slot lands; two kernels.
+
+    Args:
+        header: int32 ``[HEADER_WORDS]`` on the device: status words of this rank with token count and budget.
+        topk_idx_TK: int32 or int64 ``[T, K]``, contiguous, -1 = none.
+        topk_weights_TK: float32 ``[T, K]``, contiguous.
+        max_tokens: most tokens of a rank (``T <= max_tokens``); equal on all ranks.
+    """
+    num_tokens, top_k = topk_idx_TK.shape
+    layout, device = window.layout, topk_idx_TK.device
+    ranks, local = layout.ep_size, num_experts // layout.ep_size
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    tables = PlanTables(
+        matrix_PX=new(ranks, HEADER_WORDS + ranks + num_experts),
+        tokens_per_expert_L=new(local, dtype=torch.int64),
+        expert_offsets_L1=new(local + 1, dtype=torch.int64),
+        required_rows_P=new(ranks, dtype=torch.int64),
+        verdict=new(4),
+        token_counts_P=new(ranks),
+        slot_rows_TK=new(num_tokens, top_k),
+        slot_ranks_TK=new(num_tokens, top_k),
+    )
+    defines = {
+        "IDX64": int(topk_idx_TK.dtype == torch.int64),
+        "WARPS": _PLAN_WARPS,
+        "ITEMS_PER_WARP": _PLAN_ITEMS_PER_WARP,
+    }
+    blocks = max(1, -(-num_tokens * top_k // (_PLAN_WARPS * _PLAN_ITEMS_PER_WARP)))
+    block_counts = new(blocks, ranks + num_experts)
+    counts_offset = np.int64(layout.counts_offset)
+    sizes = num_tokens, top_k, num_experts
+    kernels.launch(
+        "plan.cu", "plan_count", defines, blocks, _PLAN_WARPS * 32,
+        (window.peers, window.state, window.rank, ranks, counts_offset, header, topk_idx_TK, *sizes,
+         block_counts, window.first_bad),
+        shared_bytes=(ranks + num_experts) * 4,
+    )  # fmt: skip
+    kernels.launch(
+        "plan.cu", "plan_rows", defines, blocks, _PLAN_WARPS * 32,
+        (*window._common(), counts_offset, topk_idx_TK, topk_weights_TK, *sizes, max_tokens, alignment,
+         block_counts, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
+        shared_bytes=(_PLAN_WARPS + 2) * num_experts * 4,
+    )  # fmt: skip
+    return tables
+
+
+def scatter_rows(
+    kernels: CudaKernels,
+    window: Window,
+    rows_TH: Tensor,
+    tables: PlanTables,
+    num_rows: int,
+    *,
+    recv_rows_PTK: Tensor | None = None,
+    max_tokens: int,
+    alignment: int,
+    mxfp8: bool = False,
+    keep_mxfp8: bool = False,
+    rounding: str = "rceil",
+    zero_tail: bool = True,
+    num_sms: int | None = None,
+    tuning: ScatterTuning | None = None,
+) -> tuple[Tensor | MXFP8Tensor, Tensor | None, Tensor]:
+    """Copy every token row to all rows that the plan gives it; one kernel.
+
+    Args:
+        rows_TH: ``[T, H]``, contiguous.
+        num_rows: R, at least what the plan's budget was (it bounds the rows that slots name).
+        recv_rows_PTK: receiving table of the route. None on a route's first scatter, directly after its
+            :func:`plan`: then the table and the rows' weights are taken from the window.
+
+    Returns:
+        rows ``[R, H]`` (or :class:`MXFP8Tensor` with ``keep_mxfp8``), the rows' weights float32 ``[R]`` on the
+        first scatter, else None, and the receiving table int32 ``[P, max_tokens, K]``.
+    """
+    num_tokens, hidden = rows_TH.shape
+    top_k, layout, device = tables.slot_rows_TK.shape[1], window.layout, rows_TH.device
+    first = recv_rows_PTK is None
+    weights_R = torch.empty(num_rows, dtype=torch.float32, device=device) if first else None
+    source = window.received_rows(top_k, max_tokens) if first else recv_rows_PTK
+    source_weights = window.received_weights(top_k, max_tokens) if first else None
+    kept = torch.empty_like(source) if first else None
+    out_dtype = torch.float8_e4m3fn if keep_mxfp8 else rows_TH.dtype
+    out = torch.empty(num_rows, hidden, dtype=out_dtype, device=device)
+    scales = torch.empty(num_rows, hidden // 32, dtype=torch.uint8, device=device) if keep_mxfp8 else None
+
+    vec = vector_bytes(hidden * rows_TH.element_size(), rows_TH, out)
+    tuning = tuning or default_scatter_tuning(hidden, rows_TH.element_size(), mxfp8, vec, num_sms)
+    defines = {"DTYPE": DTYPE_CODE[rows_TH.dtype], "VEC_BYTES": vec, "WARPS": tuning.warps}
+    shared = 0
+    if tuning.bulk:
+        shared = tuning.warps * tuning.buffers * tuning.buffer_bytes
+        defines |= {"BUFFERS": tuning.buffers, "BUFFER_BYTES": tuning.buffer_bytes, "DEPTH": tuning.depth}
+        file, name, blocks_per_sm = "scatter_bulk.cu", "scatter_rows_bulk", 1
+    else:
+        blocks_per_sm = tuning.blocks_per_sm
+        defines |= {
+            "WIRE": int(mxfp8), "OUT_MXFP8": int(keep_mxfp8), "SCALE_FLOOR": SCALE_FLOOR[rounding],
+            "BLOCKS_PER_SM": blocks_per_sm, "UNROLL": tuning.unroll, "PULL": int(tuning.pull),
+        }  # fmt: skip
+        file, name = "scatter.cu", "scatter_rows"
+    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * blocks_per_sm
+    kernels.launch(
+        file, name, defines, grid, tuning.warps * 32,
+        (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
+         np.int64(layout.flags_offset), np.int64(layout.pitch), rows_TH, tables.slot_rows_TK,
+         tables.slot_ranks_TK, source, source_weights, kept, weights_R, tables.token_counts_P,
+         tables.tokens_per_expert_L, tables.expert_offsets_L1, tables.tokens_per_expert_L.numel(), alignment,
+         np.int64(num_rows), int(zero_tail), out, scales, tuning.segments, tuning.lag),
+        shared_bytes=shared,
+    )  # fmt: skip
+    rows = out if scales is None else MXFP8Tensor(out, scales)
+    return rows, weights_R, kept if first else recv_rows_PTK
+
+
+def default_scatter_tuning(
+    hidden: int, itemsize: int, mxfp8: bool, vec: int, num_sms: int | None
+) -> ScatterTuning:
+    """The measured choice (docs/kernels.md). Depends only on what all ranks have in common."""
+    return ScatterTuning()
+
+
+def gather_sum(
+    kernels: CudaKernels,
+    window: Window,
+    rows_RH: Tensor,
+    tables: PlanTables,
+    recv_rows_PTK: Tensor,
+    *,
+    row_weights_R: Tensor | None = None,
+    row_scalars_R: Tensor | None = None,
+    max_tokens: int,
+    num_sms: int | None = None,
+    tuning: GatherTuning | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the rows of every token, on the rank that has them and then over ranks ascending; one kernel.
+
+    Args:
+        rows_RH: ``[R, H]``, contiguous.
+        recv_rows_PTK: from the first :func:`scatter_rows` of the route.
+        row_weights_R: float32, factors of the rows, or None.
+        row_scalars_R: float32, brought back unsummed to the slots, or None.
+
+    Returns:
+        sums ``[T, H]`` in the dtype of the rows, and the scalars float32 ``[T, K]`` (zero where a slot has no
+        row) or None.
+    """
+    num_tokens, top_k = tables.slot_rows_TK.shape
+    hidden, layout, device = rows_RH.shape[1], window.layout, rows_RH.device
+    out = torch.empty(num_tokens, hidden, dtype=rows_RH.dtype, device=device)
+    scalars = None
+    if row_scalars_R is not None:
+        scalars = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    tuning = tuning or GatherTuning()
+    defines = {
+        "DTYPE": DTYPE_CODE[rows_RH.dtype],
+        "VEC_BYTES": vector_bytes(hidden * rows_RH.element_size(), rows_RH, out),
+        "WEIGHTED": int(row_weights_R is not None),
+        "WARPS": tuning.warps,
+        "BLOCKS_PER_SM": tuning.blocks_per_sm,
+        "UNROLL": tuning.unroll,
+        "BATCH": tuning.batch,
+    }
+    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm
+    kernels.launch(
+        "gather.cu", "gather_sum", defines, grid, tuning.warps * 32,
+        (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
+         np.int64(layout.flags_offset), np.int64(layout.scalars_offset), np.int64(layout.pitch), rows_RH,
+         row_weights_R, row_scalars_R, recv_rows_PTK, tables.slot_rows_TK, tables.slot_ranks_TK,
+         tables.token_counts_P, out, scalars, tuning.segments, tuning.lag),
+    )  # fmt: skip
+    return out, scalars
+
+
+def barrier(kernels: CudaKernels, window: Window) -> None:
+    """Everything that the ranks did in stream order before it is visible to all of them after it."""
+    kernels.launch("barrier.cu", "barrier", {}, 1, 64, window._common())
+
+
+def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str = "rceil") -> Tensor:
+    """MXFP8 wire rows of ``x_NH``: uint8 ``[N, H + scale_row_bytes(H)]``, as :func:`ep_comm.mxfp8.pack_mxfp8`."""
+    count, hidden = x_NH.shape
+    padding = scale_row_bytes(hidden)
+    wire = torch.empty(count, hidden + padding, dtype=torch.uint8, device=x_NH.device)
+    defines = {"DTYPE": DTYPE_CODE[x_NH.dtype], "SCALE_FLOOR": SCALE_FLOOR[rounding], "WARPS": _ROW_WARPS}
+    kernels.launch(
+        "row_ops.cu", "quantize_rows", defines, _row_blocks(kernels, count), _ROW_WARPS * 32,
+        (x_NH, wire, np.int64(count), hidden, np.int64(hidden + padding), padding),
+    )  # fmt: skip
+    return wire
+
+
+def dequantize_rows(kernels: CudaKernels, wire_NW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
+    """The way back: wire rows to ``[N, H]`` of ``dtype``, as :func:`ep_comm.mxfp8.dequantize_packed`."""
+    count, pitch = wire_NW.shape
+    x_NH = torch.empty(count, hidden, dtype=dtype, device=wire_NW.device)
+    kernels.launch(
+        "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[dtype], "WARPS": _ROW_WARPS},
+        _row_blocks(kernels, count), _ROW_WARPS * 32, (wire_NW, x_NH, np.int64(count), hidden, np.int64(pitch)),
+    )  # fmt: skip
+    return x_NH
+
+
+def weighted_backward(
+    kernels: CudaKernels,
+    y_RH: Tensor,
+    grad_RH: Tensor,
+    weights_R: Tensor,
+    row_count: Tensor,
+    *,
+    zero_tail: bool = True,
+    num_sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Backward of scaling rows by weights: ``round(weights * grad)`` and ``row_dot(y, grad)``.
+
+    Args:
+        row_count: int64, one element on the device: rows in use; the gradient of later ones is zero.
+
+    Returns:
+        ``[R, H]`` in the dtype of ``grad_RH``, and float32 ``[R]``; bit for bit :func:`ep_comm.rows.scale_rows`
+        and :func:`ep_comm.rows.row_dot`.
+    """
+    count, hidden = y_RH.shape
+    grad_rows = torch.empty_like(grad_RH)
+    grad_weights = torch.empty(count, dtype=torch.float32, device=y_RH.device)
+    levels = max(0, (hidden - 1).bit_length() - 8)
+    defines = {"DTYPE": DTYPE_CODE[y_RH.dtype], "WARPS": _ROW_WARPS, "TREE_LEVELS": levels}
+    kernels.launch(
+        "row_ops.cu", "weighted_backward", defines, _row_blocks(kernels, count, num_sms), _ROW_WARPS * 32,
+        (y_RH, grad_RH, weights_R, grad_rows, grad_weights, np.int64(count), hidden, row_count, int(zero_tail)),
+    )  # fmt: skip
+    return grad_rows, grad_weights
+
+
+def _row_blocks(kernels: CudaKernels, rows: int, num_sms: int | None = None) -> int:
+    most = min(num_sms or kernels.num_sms, kernels.num_sms) * 8
+    return max(1, min(most, -(-rows // _ROW_WARPS)))

@@ -1,0 +1,105 @@
+"""Every CUDA kernel compiles, without a GPU, for every architecture and option that ep_comm uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ep_comm.cuda import sources
+from ep_comm.cuda.nvrtc import KernelError, compile_to_cubin, find_nvrtc, nvrtc_version
+from ep_comm.cuda.sources import build, kernel_sources
+
+ARCHITECTURES = ("sm_90", "sm_100")
+BUILDS = {
+    "barrier": [("barrier.cu", {})],
+    "plan": [("plan.cu", {"IDX64": wide}) for wide in (0, 1)],
+    "scatter": [
+        ("scatter.cu", {"DTYPE": dtype, "VEC_BYTES": vec})
+        for dtype, vec in ((0, 16), (0, 8), (0, 4), (1, 16), (1, 8), (1, 4), (1, 2), (2, 16))
+    ],
+    "scatter mxfp8": [
+        ("scatter.cu", {"DTYPE": dtype, "WIRE": 1, "OUT_MXFP8": keep, "SCALE_FLOOR": floor})
+        for dtype, keep, floor in ((0, 0, 0), (1, 0, 0), (1, 1, 1), (2, 0, 1))
+    ],
+    "scatter_bulk": [("scatter_bulk.cu", {"DTYPE": dtype}) for dtype in (0, 1, 2)],
+    "gather": [
+        ("gather.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "WEIGHTED": weighted})
+        for dtype, vec, weighted in ((0, 16, 0), (0, 4, 1), (1, 16, 0), (1, 16, 1), (1, 2, 0), (2, 8, 1))
+    ],
+    "row_ops": [
+        ("row_ops.cu", {"DTYPE": dtype, "SCALE_FLOOR": floor, "TREE_LEVELS": levels})
+        for dtype, floor, levels in ((0, 0, 0), (1, 0, 5), (2, 1, 4))
+    ],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc() -> None:
+    try:
+        find_nvrtc()
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EP_COMM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("group", BUILDS)
+def test_compiles(group: str, arch: str, cache: Path) -> None:
+    if arch == "sm_100" and nvrtc_version() < (12, 8):
+        pytest.skip(f"NVRTC {nvrtc_version()} is older than sm_100")
+    for file, defines in BUILDS[group]:
+        assert build(file, arch, defines)[:4] == b"\x7fELF"
+
+
+def test_every_source_is_compiled_above() -> None:
+    files = {file for builds in BUILDS.values() for file, _ in builds}
+    assert files == {name for name in kernel_sources() if name.endswith(".cu")}
+
+
+def test_cache_is_read_instead_of_compiling(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = build("barrier.cu", "sm_90", {})
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+    monkeypatch.setattr(sources, "compile_to_cubin", None)
+    assert build("barrier.cu", "sm_90", {}) == code
+
+
+def test_cache_key_covers_source_arch_and_defines(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, tuple[str, ...]]] = []
+
+    def record(name: str, source: str, headers: dict[str, str], arch: str, options: list[str]) -> bytes:
+        compiled.append((arch, tuple(options)))
+        return b"code"
+
+    monkeypatch.setattr(sources, "compile_to_cubin", record)
+    for _ in range(2):
+        build("plan.cu", "sm_90", {"IDX64": 0})
+        build("plan.cu", "sm_90", {"IDX64": 1})
+        build("plan.cu", "sm_100", {"IDX64": 1})
+    assert len(compiled) == 3
+    changed = dict(kernel_sources()) | {"common.cuh": "// another header"}
+    monkeypatch.setattr(sources, "kernel_sources", lambda: changed)
+    build("plan.cu", "sm_90", {"IDX64": 0})
+    assert len(compiled) == 4
+
+
+def test_unwritable_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("EP_COMM_CACHE_DIR", str(blocker / "cache"))
+    assert build("barrier.cu", "sm_90", {})[:4] == b"\x7fELF"
+
+
+def test_compiler_errors_are_shown() -> None:
+    with pytest.raises(KernelError, match=r"broken\.cu does not compile for sm_90 with -DX=1:[\s\S]*identifier"):
+        compile_to_cubin("broken.cu", "__global__ void f() { undefined_name(); }", {}, "sm_90", ["-DX=1"])
+
+
+def test_unknown_source_is_named() -> None:
+    with pytest.raises(KernelError, match=r"no kernel source named 'nothing\.cu'"):
+        build("nothing.cu", "sm_90", {})
