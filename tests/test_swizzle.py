@@ -39,7 +39,8 @@ def test_whole_matrix(rows: int, cols: int) -> None:
 def test_places_by_hand() -> None:
     scales = torch.zeros(256, 8, dtype=torch.uint8)
     places = {
-        (0, 0): 0, (0, 3): 3, (1, 0): 16, (32, 0): 4, (97, 2): 30, (0, 4): 512, (128, 0): 1024, (255, 7): 2047,
+        (0, 0): 0, (0, 3): 3, (1, 0): 16, (32, 0): 4, (97, 2): 30,
+        (0, 4): 512, (128, 0): 1024, (255, 7): 2047,
     }  # fmt: skip
     for value, (row, col) in enumerate(places, start=1):
         scales[row, col] = value
