@@ -7,6 +7,10 @@ Collectives in a backward pass hang unless every rank runs it. Two inputs see to
 ``anchor`` that always requires a gradient, so its backward is recorded on a rank whose tokens do not (one
 without tokens, say). The combine takes the dispatched ``weights`` even where it does not multiply by them,
 which ties it to its dispatch on a rank whose expert output is not connected to the graph.
+
+Under activation recomputation the collectives of the recomputed forward pass and those of the backward pass
+must not change places from rank to rank either. Recomputation starts when the first saved tensor is asked
+for and ends with the last, so both functions always save one and ask for it before they communicate.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ class Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.channel = channel
+        ctx.save_for_backward(weights_TK)
         rows, weights_R = channel.transport.scatter_rows(
             channel.route,
             tokens_TH.contiguous(),
@@ -82,6 +87,7 @@ class Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows: Tensor | None, _scales: None, grad_link: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Tensor, Tensor, None, None]:
+        _ = ctx.saved_tensors
         channel: Channel = ctx.channel
         shape, dtype, device = ctx.rows_like
         grad_RH = grad_rows if grad_rows is not None else grad_link
@@ -111,8 +117,7 @@ class Combine(torch.autograd.Function):
         ctx.apply_weights = apply_weights
         output_RH = output_RH.contiguous()
         ctx.output_like = (output_RH.shape[1], output_RH.dtype, output_RH.device)
-        if apply_weights:
-            ctx.save_for_backward(output_RH, weights_R)
+        ctx.save_for_backward(weights_R, *([output_RH] if apply_weights else []))
         out_TH, _ = channel.transport.gather_sum(
             channel.route,
             output_RH,
@@ -125,6 +130,7 @@ class Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
+        weights_R, *saved = ctx.saved_tensors
         channel: Channel = ctx.channel
         hidden_size, dtype, device = ctx.output_like
         if grad_TH is None:
@@ -135,5 +141,4 @@ class Combine(torch.autograd.Function):
         )
         if not ctx.apply_weights:
             return grad_RH, None, None, None
-        output_RH, weights_R = ctx.saved_tensors
-        return scale_rows(grad_RH, weights_R), row_dot(output_RH, grad_RH), None, None
+        return scale_rows(grad_RH, weights_R), row_dot(saved[0], grad_RH), None, None

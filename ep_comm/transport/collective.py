@@ -26,6 +26,9 @@ from .wire import WireLayout
 
 __all__ = ["CollectiveTransport"]
 
+# Newer PyTorch renamed the function and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass
 class _Receive:
@@ -74,7 +77,7 @@ class CollectiveTransport(Transport):
             return message.unsqueeze(0)
         matrix_PX = message.new_empty(self._ep_size, message.numel())
         with self._naming(operation):
-            dist.all_gather_into_tensor(matrix_PX, message, group=self._group)
+            _all_gather(matrix_PX.view(-1), message, group=self._group)
         return matrix_PX
 
     def open_route(self, plan: RoutingPlan) -> CollectiveRoute:
