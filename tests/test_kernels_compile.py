@@ -96,7 +96,8 @@ def test_unwritable_cache_only_costs_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_compiler_errors_are_shown() -> None:
-    with pytest.raises(KernelError, match=r"broken\.cu does not compile for sm_90 with -DX=1:[\s\S]*identifier"):
+    message = r"broken\.cu does not compile for sm_90 with -DX=1:[\s\S]*identifier"
+    with pytest.raises(KernelError, match=message):
         compile_to_cubin("broken.cu", "__global__ void f() { undefined_name(); }", {}, "sm_90", ["-DX=1"])
 
 

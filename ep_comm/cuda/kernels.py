@@ -17,6 +17,7 @@ __all__ = ["CudaKernels", "KernelError", "cuda_kernels_problem", "vector_bytes"]
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STATIC_SHARED_LIMIT = 48 * 1024
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 @lru_cache(maxsize=1)
@@ -64,14 +65,15 @@ class CudaKernels:
                 f"the CUDA kernels need compute capability 9.0 or higher, {device} ({properties.name}) has "
                 f"{properties.major}.{properties.minor}"
             )
-        self.device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
         self.arch = f"sm_{properties.major}{properties.minor}"
         self.num_sms = properties.multi_processor_count
         self._functions: dict[tuple[Any, ...], Any] = {}
         self._modules: dict[tuple[Any, ...], Any] = {}
 
     def function(self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int = 0) -> Any:
-        """The loaded kernel ``name`` of ``file`` built with ``defines``, allowed ``shared_bytes`` of shared memory."""
+        """Kernel ``name`` of ``file`` built with ``defines``, allowed ``shared_bytes`` of shared memory."""
         key = (file, name, tuple(sorted(defines.items())), max(shared_bytes, _STATIC_SHARED_LIMIT))
         function = self._functions.get(key)
         if function is None:
@@ -85,8 +87,7 @@ class CudaKernels:
                     self._modules[key[::2]] = module
                 function = module.get_function(name)
                 if shared_bytes > _STATIC_SHARED_LIMIT:
-                    limit = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    cupy.cuda.driver.funcSetAttribute(function.ptr, limit, shared_bytes)
+                    cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
             self._functions[key] = function
         return function
 

@@ -127,7 +127,7 @@ class ScatterTuning:
 
 @dataclass(frozen=True)
 class GatherTuning:
-    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows loaded before the first is added."""
+    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows loaded before one is added."""
 
     warps: int = 16
     blocks_per_sm: int = 1
@@ -223,7 +223,7 @@ def scatter_rows(
             :func:`plan`: then the table and the rows' weights are taken from the window.
 
     Returns:
-        rows ``[R, H]`` (or :class:`MXFP8Tensor` with ``keep_mxfp8``), the rows' weights float32 ``[R]`` on the
+        rows ``[R, H]`` (:class:`MXFP8Tensor` with ``keep_mxfp8``), the rows' weights float32 ``[R]`` on the
         first scatter, else None, and the receiving table int32 ``[P, max_tokens, K]``.
     """
     num_tokens, hidden = rows_TH.shape
@@ -331,7 +331,7 @@ def barrier(kernels: CudaKernels, window: Window) -> None:
 
 
 def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str = "rceil") -> Tensor:
-    """MXFP8 wire rows of ``x_NH``: uint8 ``[N, H + scale_row_bytes(H)]``, as :func:`ep_comm.mxfp8.pack_mxfp8`."""
+    """MXFP8 wire rows, uint8 ``[N, H + scale_row_bytes(H)]``: the bytes of ``ep_comm.mxfp8.pack_mxfp8``."""
     count, hidden = x_NH.shape
     padding = scale_row_bytes(hidden)
     wire = torch.empty(count, hidden + padding, dtype=torch.uint8, device=x_NH.device)
@@ -349,7 +349,8 @@ def dequantize_rows(kernels: CudaKernels, wire_NW: Tensor, hidden: int, dtype: t
     x_NH = torch.empty(count, hidden, dtype=dtype, device=wire_NW.device)
     kernels.launch(
         "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[dtype], "WARPS": _ROW_WARPS},
-        _row_blocks(kernels, count), _ROW_WARPS * 32, (wire_NW, x_NH, np.int64(count), hidden, np.int64(pitch)),
+        _row_blocks(kernels, count), _ROW_WARPS * 32,
+        (wire_NW, x_NH, np.int64(count), hidden, np.int64(pitch)),
     )  # fmt: skip
     return x_NH
 
@@ -370,7 +371,7 @@ def weighted_backward(
         row_count: int64, one element on the device: rows in use; the gradient of later ones is zero.
 
     Returns:
-        ``[R, H]`` in the dtype of ``grad_RH``, and float32 ``[R]``; bit for bit :func:`ep_comm.rows.scale_rows`
+        ``[R, H]`` in the dtype of ``grad_RH``, and float32 ``[R]``: bits of :func:`ep_comm.rows.scale_rows`
         and :func:`ep_comm.rows.row_dot`.
     """
     count, hidden = y_RH.shape
@@ -380,7 +381,8 @@ def weighted_backward(
     defines = {"DTYPE": DTYPE_CODE[y_RH.dtype], "WARPS": _ROW_WARPS, "TREE_LEVELS": levels}
     kernels.launch(
         "row_ops.cu", "weighted_backward", defines, _row_blocks(kernels, count, num_sms), _ROW_WARPS * 32,
-        (y_RH, grad_RH, weights_R, grad_rows, grad_weights, np.int64(count), hidden, row_count, int(zero_tail)),
+        (y_RH, grad_RH, weights_R, grad_rows, grad_weights, np.int64(count), hidden, row_count,
+         int(zero_tail)),
     )  # fmt: skip
     return grad_rows, grad_weights
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import round_up
+from ..status import HEADER_WORDS
 
 __all__ = ["MAX_RANKS", "MAX_SEGMENTS", "MAX_TOP_K", "STATE_WORDS", "WindowLayout"]
 
@@ -13,7 +14,6 @@ MAX_SEGMENTS = 8
 MAX_TOP_K = 32  # a lane of a warp holds a slot
 STATE_WORDS = 8
 _CONTROL_BYTES = 512
-_STATUS_WORDS = 4
 _ALIGNMENT = 256
 
 
@@ -44,13 +44,13 @@ class WindowLayout:
 
     @property
     def counts_offset(self) -> int:
-        """int32 [2, ep_size, num_experts + 4]: counts and status of each rank, for odd and even epochs."""
+        """int32 [2, ep_size, HEADER_WORDS + ep_size + num_experts]: messages of even and odd epochs."""
         return _CONTROL_BYTES
 
     @property
     def rows_offset(self) -> int:
         """int32 [ep_size, max_tokens, top_k]: the rows on which each rank's slots land here, or -1."""
-        counts = 2 * self.ep_size * (self.num_experts + _STATUS_WORDS) * 4
+        counts = 2 * self.ep_size * (HEADER_WORDS + self.ep_size + self.num_experts) * 4
         return round_up(self.counts_offset + counts, _ALIGNMENT)
 
     @property

@@ -1,0 +1,426 @@
+"""The CUDA kernels against the independent reference and the torch implementations, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_comm import rows as torch_rows
+from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes
+from ep_comm.status import HEADER_WORDS, FaultCode, Word
+from tests import reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.timeout(120),
+]
+
+if torch.cuda.is_available():
+    from ep_comm.cuda import ops
+    from ep_comm.cuda.kernels import CudaKernels, cuda_kernels_problem
+    from ep_comm.cuda.window import WindowLayout
+
+    from .ranks import EmulatedRanks
+
+    if cuda_kernels_problem():
+        pytest.skip(cuda_kernels_problem(), allow_module_level=True)
+
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass
+class Case:
+    """One routing on all ranks, and what the reference makes of it."""
+
+    hidden: int
+    dtype: torch.dtype
+    counts: tuple[int, ...]
+    experts: int
+    top_k: int = 4
+    alignment: int = 16
+    skew: float = 0.0
+    masked: float = 0.1
+    idx_dtype: torch.dtype = torch.int64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        load = torch.arange(1, self.experts + 1).float() ** -self.skew
+        self.idx, self.weights, self.tokens, self.grads = [], [], [], []
+        for count in self.counts:
+            idx = torch.zeros(count, self.top_k, dtype=torch.int64)
+            if count:
+                idx = torch.multinomial(load, count * self.top_k, True, generator=generator)
+                idx = idx.view(count, self.top_k)
+            idx[torch.rand(idx.shape, generator=generator) < self.masked] = -1
+            self.idx.append(idx)
+            self.weights.append(torch.rand(count, self.top_k, generator=generator))
+            for rows in (self.tokens, self.grads):
+                rows.append(torch.randn(count, self.hidden, generator=generator).to(self.dtype))
+        self.plan = reference.layouts([idx.tolist() for idx in self.idx], self.experts, self.alignment)
+        self.rows_of = [
+            torch.randn(layout.required_rows + 3, self.hidden, generator=generator).to(self.dtype)
+            for layout in self.plan
+        ]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8).cpu() if x.numel() else x.cpu()
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert torch.equal(bits(actual), bits(expected))
+
+
+class Run:
+    """A case on emulated ranks."""
+
+    def __init__(self, case: Case, budget: int | None = None) -> None:
+        self.case = case
+        self.max_tokens = max(*case.counts, 1) + 1
+        row_bytes = max(case.hidden * 4, case.hidden + scale_row_bytes(case.hidden + -case.hidden % 32))
+        layout = WindowLayout(
+            len(case.counts), case.experts, case.top_k, self.max_tokens, row_bytes
+        )
+        self.ranks = EmulatedRanks(layout)
+        self.budget = NO_LIMIT if budget is None else budget
+        self.kernels = self.ranks.kernels
+        device = self.ranks.device
+        self.idx = [idx.to(device, case.idx_dtype) for idx in case.idx]
+        self.weights = [w.to(device) for w in case.weights]
+        self.tokens = [t.to(device) for t in case.tokens]
+        self.recv: list[Tensor] = []
+
+    def header(self, rank: int) -> Tensor:
+        words = [0] * HEADER_WORDS
+        words[Word.NUM_TOKENS] = self.case.counts[rank]
+        words[Word.BUDGET_ROWS] = self.budget
+        return torch.tensor(words, dtype=torch.int32, device=self.ranks.device)
+
+    def plan(self) -> list[ops.PlanTables]:
+        headers = [self.header(rank) for rank in range(len(self.case.counts))]
+        torch.cuda.synchronize()
+        self.tables = self.ranks.each(
+            lambda rank, window: ops.plan(
+                self.kernels, window, headers[rank], self.idx[rank], self.weights[rank],
+                num_experts=self.case.experts, max_tokens=self.max_tokens, alignment=self.case.alignment,
+            )
+        )  # fmt: skip
+        return self.tables
+
+    def scatter(self, extra: int = 5, first: bool = True, source: list[Tensor] | None = None, **options):
+        source = source or self.tokens
+        if first:
+            self.plan()
+
+        def call(rank: int, window: ops.Window):
+            return ops.scatter_rows(
+                self.kernels, window, source[rank], self.tables[rank],
+                self.budget if self.budget != NO_LIMIT else self.case.plan[rank].required_rows + extra,
+                recv_rows_PTK=None if first else self.recv[rank], max_tokens=self.max_tokens,
+                alignment=self.case.alignment, num_sms=self.ranks.num_sms, **options,
+            )  # fmt: skip
+
+        results = self.ranks.each(call)
+        if first:
+            self.recv = [r[2] for r in results]
+        return results
+
+    def gather(self, rows: list[Tensor], **options):
+        return self.ranks.each(
+            lambda rank, window: ops.gather_sum(
+                self.kernels, window, rows[rank], self.tables[rank], self.recv[rank],
+                max_tokens=self.max_tokens, num_sms=self.ranks.num_sms,
+                **{name: values[rank] for name, values in options.items()},
+            )
+        )  # fmt: skip
+
+
+CASES = {
+    "two ranks": dict(hidden=256, dtype=torch.bfloat16, counts=(40, 33), experts=8),
+    "H 96": dict(hidden=96, dtype=torch.bfloat16, counts=(17, 40), experts=4),
+    "H 2880, four ranks, fp16": dict(hidden=2880, dtype=torch.float16, counts=(9, 0, 21, 5), experts=16),
+    "fp32, skew": dict(hidden=7168, dtype=torch.float32, counts=(12, 7), experts=64, top_k=8, skew=1.5),
+    "odd H": dict(hidden=77, dtype=torch.bfloat16, counts=(20, 30), experts=6, alignment=1),
+    "H 4, fp16": dict(hidden=4, dtype=torch.float16, counts=(50, 60), experts=10, alignment=8),
+    "no tokens": dict(hidden=64, dtype=torch.bfloat16, counts=(0, 0), experts=4),
+    "all masked": dict(hidden=64, dtype=torch.bfloat16, counts=(5, 6), experts=4, masked=1.1),
+    "eight ranks, K 1": dict(
+        hidden=1056, dtype=torch.bfloat16, counts=(3, 8, 1, 0, 30, 2, 9, 4), experts=8, top_k=1
+    ),
+    "one rank": dict(hidden=512, dtype=torch.bfloat16, counts=(40,), experts=8, idx_dtype=torch.int32),
+    "many tokens": dict(hidden=32, dtype=torch.bfloat16, counts=(900, 1100), experts=32, top_k=6, skew=0.7),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES, scope="module")
+def run(request: pytest.FixtureRequest) -> Run:
+    run = Run(Case(**CASES[request.param]))
+    run.plan()
+    run.scatter()
+    return run
+
+
+def test_plan(run: Run) -> None:
+    case = run.case
+    needs = torch.tensor([layout.required_rows for layout in case.plan])
+    for rank, (tables, layout) in enumerate(zip(run.plan(), case.plan, strict=True)):
+        assert tables.tokens_per_expert_L.tolist() == layout.tokens_per_expert
+        assert tables.expert_offsets_L1.tolist() == layout.expert_offsets
+        assert_same(tables.required_rows_P, needs)
+        assert tables.verdict.tolist() == [0, 0, max(case.counts), layout.required_rows]
+        assert tables.token_counts_P.tolist() == list(case.counts)
+        expected_rows = torch.full((case.counts[rank], case.top_k), -1, dtype=torch.int32)
+        expected_ranks = expected_rows.clone()
+        for owner, other in enumerate(case.plan):
+            for row, (source, token, slot) in other.rows():
+                if source == rank:
+                    expected_rows[token, slot], expected_ranks[token, slot] = row, owner
+        assert_same(tables.slot_rows_TK, expected_rows)
+        assert_same(tables.slot_ranks_TK, expected_ranks)
+        pairs = tables.matrix_PX[rank, HEADER_WORDS : HEADER_WORDS + len(case.counts)].tolist()
+        local = case.experts // len(case.counts)
+        owners = [set((idx[idx >= 0] // local).tolist()) for idx in case.idx[rank]]
+        assert pairs == [sum(p in own for own in owners) for p in range(len(case.counts))]
+
+
+def test_scatter(run: Run) -> None:
+    rows, weights = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
+    for rank, (actual, row_weights, recv) in enumerate(run.scatter()):
+        used = rows[rank].shape[0]
+        assert_same(actual[:used], rows[rank])
+        assert_same(row_weights[:used], weights[rank])
+        assert not actual[used:].any() and not row_weights[used:].any()
+        expected = torch.full((len(run.case.counts), run.max_tokens, run.case.top_k), -1, dtype=torch.int32)
+        for row, (source, token, slot) in run.case.plan[rank].rows():
+            expected[source, token, slot] = row
+        for source, count in enumerate(run.case.counts):
+            assert_same(recv[source, :count], expected[source, :count])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        dict(pull=True),
+        dict(lag=3, segments=1),
+        dict(warps=4, blocks_per_sm=1, unroll=1),
+        dict(lag=0, segments=3),
+    ],
+    ids=str,
+)
+def test_scatter_variants_agree(run: Run, variant: dict[str, int]) -> None:
+    rows, _ = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
+    for actual, expected in zip(run.scatter(tuning=ops.ScatterTuning(**variant)), rows, strict=True):
+        assert_same(actual[0][: len(expected)], expected)
+
+
+@pytest.mark.parametrize("variant", [{}, dict(warps=4, buffers=6, depth=3, lag=5)], ids=str)
+def test_scatter_bulk_agrees(run: Run, variant: dict[str, int]) -> None:
+    if run.case.hidden * run.case.tokens[0].element_size() % 16:
+        pytest.skip("bulk copies need rows of a multiple of 16 bytes")
+    tuning = ops.ScatterTuning(**({"bulk": True, "warps": 8, "lag": 2, "segments": 8} | variant))
+    rows, weights = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
+    for rank, (actual, row_weights, _) in enumerate(run.scatter(tuning=tuning)):
+        used = rows[rank].shape[0]
+        assert_same(actual[:used], rows[rank])
+        assert_same(row_weights[:used], weights[rank])
+        assert not actual[used:].any()
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_scatter_mxfp8(run: Run, rounding: str) -> None:
+    if run.case.hidden % 32:
+        pytest.skip("MXFP8 needs a hidden size that is a multiple of 32")
+    rows, _ = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights, mxfp8=rounding)
+    for actual, expected in zip(run.scatter(mxfp8=True, rounding=rounding), rows, strict=True):
+        assert_same(actual[0][: len(expected)], expected)
+        assert not actual[0][len(expected) :].any()
+    plain, _ = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
+    kept = run.scatter(mxfp8=True, rounding=rounding, keep_mxfp8=True)
+    for actual, expected in zip(kept, plain, strict=True):
+        quantised = quantize_mxfp8(expected, rounding=rounding)
+        assert_same(actual[0].data[: len(expected)].view(torch.uint8), quantised.data.view(torch.uint8))
+        assert_same(actual[0].scales[: len(expected)], quantised.scales)
+
+
+def test_scatter_again_uses_the_kept_table(run: Run) -> None:
+    """Another dispatch in between overwrites the window's table; the route's own copy still holds."""
+    expected, _ = reference.dispatch(run.case.plan, run.case.grads, run.case.weights)
+    run.scatter()
+    kept_tables, kept_idx = run.tables, run.idx
+    run.idx = [idx.flip(0).contiguous() for idx in run.idx]
+    run.plan()
+    run.tables, run.idx = kept_tables, kept_idx
+    grads = [g.to(run.ranks.device) for g in run.case.grads]
+    for actual, rows in zip(run.scatter(first=False, source=grads), expected, strict=True):
+        assert actual[1] is None
+        assert_same(actual[0][: len(rows)], rows)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("variant", [{}, dict(warps=4, unroll=1, batch=3, segments=1, lag=2)], ids=str)
+def test_gather(run: Run, weighted: bool, variant: dict[str, int]) -> None:
+    case, device = run.case, run.ranks.device
+    outputs = [y.to(device) for y in case.rows_of]
+    row_weights = [r[1] for r in run.scatter(extra=3)]
+    scalars = [torch.randn(len(y), device=device) for y in outputs]
+    options = {"row_scalars_R": scalars, "tuning": [ops.GatherTuning(**variant)] * len(outputs)}
+    if weighted:
+        options["row_weights_R"] = row_weights
+    expected = reference.combine(case.plan, case.rows_of, case.weights, weighted)
+    returned = reference.dispatch_grad_weights(case.plan, [s.cpu() for s in scalars], case.weights)
+    for rank, (out, slot_scalars) in enumerate(run.gather(outputs, **options)):
+        assert_same(out, expected[rank])
+        assert_same(slot_scalars, returned[rank])
+
+
+def test_budget_drops_rows_beyond_it_and_says_so() -> None:
+    case = Case(hidden=64, dtype=torch.bfloat16, counts=(30, 50), experts=8)
+    budget = min(layout.required_rows for layout in case.plan) - 20
+    run = Run(case, budget=budget)
+    for rank, (tables, layout) in enumerate(zip(run.plan(), case.plan, strict=True)):
+        assert tables.verdict.tolist() == [1, 0, 50, layout.required_rows]
+        assert tables.required_rows_P[rank] == layout.required_rows
+        assert int(tables.slot_rows_TK.max()) < budget
+        assert tables.expert_offsets_L1.tolist() == [min(o, budget) for o in layout.expert_offsets]
+    rows, weights = reference.dispatch(case.plan, case.tokens, case.weights)
+    for rank, (actual, row_weights, _) in enumerate(run.scatter()):
+        assert_same(actual, rows[rank][:budget])
+        assert_same(row_weights, weights[rank][:budget])
+    run.gather([torch.ones(budget, 64, dtype=torch.bfloat16, device=run.ranks.device)] * 2)
+
+
+def test_ids_out_of_range_are_reported_to_every_rank_and_route_nowhere() -> None:
+    case = Case(hidden=32, dtype=torch.bfloat16, counts=(6, 7), experts=8, masked=0.0)
+    run = Run(case)
+    run.idx[1][3, 2] = 8
+    run.idx[1][5, 0] = -(2**40)
+    for tables in run.plan():
+        assert tables.verdict[1] == 1
+        fault = tables.matrix_PX[1, Word.FAULT : Word.FAULT + 4].tolist()
+        assert fault == [FaultCode.EXPERT_ID, 3, 2, 8]
+        assert tables.matrix_PX[0, Word.FAULT] == 0
+    assert run.tables[1].slot_rows_TK[3, 2] == -1 and run.tables[1].slot_ranks_TK[5, 0] == -1
+    run.idx[1].copy_(case.idx[1])
+    assert all(tables.verdict[1] == 0 for tables in run.plan())
+
+
+def test_operations_follow_each_other_without_host_syncs() -> None:
+    """Buffer reuse: many operations are queued at once, and the ranks run far apart."""
+    case = Case(hidden=512, dtype=torch.bfloat16, counts=(64, 40, 10), experts=12, seed=3)
+    run = Run(case)
+    run.plan()
+    run.scatter()
+    expected, _ = reference.dispatch(case.plan, case.tokens, case.weights)
+    sums = reference.combine(case.plan, expected, case.weights, False)
+    results: list[list[tuple[Tensor, Tensor]]] = [[] for _ in case.counts]
+    headers = [run.header(rank) for rank in range(3)]
+    torch.cuda.synchronize()
+    for step in range(20):
+        def call(rank: int, window: ops.Window, step: int = step) -> None:
+            if (step + rank) % 3 == 0:
+                torch.cuda._sleep(200_000)
+            tables = ops.plan(
+                run.kernels, window, headers[rank], run.idx[rank], run.weights[rank],
+                num_experts=12, max_tokens=run.max_tokens, alignment=16,
+            )  # fmt: skip
+            rows, _, recv = ops.scatter_rows(
+                run.kernels, window, run.tokens[rank], tables, case.plan[rank].required_rows,
+                max_tokens=run.max_tokens, alignment=16, num_sms=run.ranks.num_sms,
+            )  # fmt: skip
+            out, _ = ops.gather_sum(
+                run.kernels, window, rows, tables, recv, max_tokens=run.max_tokens, num_sms=run.ranks.num_sms
+            )
+            results[rank].append((rows, out))
+
+        run.ranks.launch(call)
+    run.ranks.each(lambda rank, window: ops.barrier(run.kernels, window))
+    for rank in range(3):
+        for rows, out in results[rank]:
+            assert_same(rows, expected[rank])
+            assert_same(out, sums[rank])
+
+
+def test_absent_peer_sets_the_error_instead_of_hanging() -> None:
+    run = Run(Case(hidden=32, dtype=torch.bfloat16, counts=(4, 4), experts=4))
+    run.ranks.windows[0].timeout_ns = 50_000_000
+    ops.barrier(run.kernels, run.ranks.windows[0])
+    torch.cuda.synchronize()
+    assert run.ranks.windows[0].state[3:6].tolist() == [4, 1, 1]  # barrier, waiting for rank 1, first epoch
+
+
+HARD = [0.0, -0.0, 1.0, 448.0, 465.0, 1e-40, -3e38, float("inf"), float("nan"), 2**-9 * 1.5, 1.75, 1.7500001]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("hidden", [32, 96, 2880, 7168])
+def test_codec(dtype: torch.dtype, rounding: str, hidden: int) -> None:
+    kernels = CudaKernels(torch.device("cuda", 0))
+    generator = torch.Generator().manual_seed(hidden)
+    x = torch.randn(70, hidden, generator=generator) * torch.exp2(
+        torch.randint(-60, 60, (70, hidden // 32), generator=generator).float()
+    ).repeat_interleave(32, 1)
+    x[:12, 5] = torch.tensor(HARD)
+    x[20:32, :] = torch.tensor(HARD)[:, None]
+    x = x.to(dtype)
+    expected = torch.full((70, hidden + scale_row_bytes(hidden)), 0xAA, dtype=torch.uint8)
+    pack_mxfp8(x, rounding, expected)
+    wire = ops.quantize_rows(kernels, x.cuda(), rounding)
+    assert_same(wire, expected)
+    back = ops.dequantize_rows(kernels, wire, hidden, dtype)
+    assert_same(back, dequantize_packed(expected, hidden, dtype))
+
+
+def test_codec_decodes_every_byte_and_scale() -> None:
+    kernels = CudaKernels(torch.device("cuda", 0))
+    elements = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
+    wire = torch.cat([elements, scales], 1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        actual = ops.dequantize_rows(kernels, wire.cuda(), 256, dtype).cpu()
+        expected = dequantize_packed(wire, 256, dtype)
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(bits(actual.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
+
+
+@pytest.mark.parametrize("hidden", [1, 5, 96, 256, 257, 512, 2880, 4096, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weighted_backward(hidden: int, dtype: torch.dtype) -> None:
+    kernels = CudaKernels(torch.device("cuda", 0))
+    y, grad = (torch.randn(37, hidden, device="cuda").to(dtype) for _ in range(2))
+    y[3] = -0.0
+    weights = torch.rand(37, device="cuda")
+    used = torch.tensor([30], device="cuda")
+    rows, dots = ops.weighted_backward(kernels, y, grad, weights, used)
+    assert_same(rows[:30], torch_rows.scale_rows(grad, weights)[:30].cpu())
+    assert_same(dots[:30], torch_rows.row_dot(y.cpu(), grad.cpu())[:30])
+    assert not rows[30:].any() and not dots[30:].any()
+
+
+def test_addresses_beyond_32_bits() -> None:
+    """Rows whose byte offset, and whose element offset, exceed 2**31."""
+    hidden, count = 7168, 1_000
+    case = Case(hidden=hidden, dtype=torch.bfloat16, counts=(3,), experts=2, top_k=1, masked=0.0, alignment=1)
+    run = Run(case)
+    run.plan()
+    num_rows = 2**32 // hidden // 2 * 2 + count
+    run.tables[0].slot_rows_TK.copy_(torch.tensor([[num_rows - 1], [num_rows // 2], [0]]))
+    run.tables[0].expert_offsets_L1.fill_(num_rows)
+    run.tables[0].tokens_per_expert_L.fill_(0)
+    out, _, recv = ops.scatter_rows(
+        run.kernels, run.ranks.windows[0], run.tokens[0], run.tables[0], num_rows,
+        max_tokens=run.max_tokens, alignment=1, zero_tail=False,
+    )  # fmt: skip
+    assert out.numel() > 2**32
+    for token, row in enumerate((num_rows - 1, num_rows // 2, 0)):
+        assert_same(out[row], case.tokens[0][token])
+    back, _ = ops.gather_sum(
+        run.kernels, run.ranks.windows[0], out, run.tables[0], recv, max_tokens=run.max_tokens
+    )
+    assert_same(back, case.tokens[0])
