@@ -1,0 +1,98 @@
+"""Growth of budgets: buckets, headroom, ceiling; and the configuration's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from ep_comm import ConfigError, EPConfig
+from ep_comm.budget import Limit, StaticBudget, bucket_rows
+from ep_comm.config import round_up
+from ep_comm.ledger import Demand
+
+
+def config(**changes: object) -> EPConfig:
+    values = {"num_experts": 8, "top_k": 2, "hidden_size": 32, "max_tokens_per_rank": 100, "mode": "static"}
+    return EPConfig(**{**values, **changes})
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 48])
+def test_buckets_hold_the_rows_and_repeat(alignment: int) -> None:
+    buckets = [bucket_rows(rows, alignment) for rows in range(1, 5000)]
+    assert buckets == sorted(buckets)
+    for rows, bucket in enumerate(buckets, start=1):
+        assert rows <= bucket <= round_up(rows + rows // 8 + 1, alignment) + alignment
+        assert bucket % alignment == 0
+    # Eight steps an octave: 5000 possible demands share under a hundred shapes.
+    assert len(set(buckets)) < 100
+
+
+def test_limit_grows_with_headroom_up_to_its_ceiling() -> None:
+    limit = Limit(rows=100, ceiling=1000, alignment=10)
+    assert limit.target(90, 0.5) == 100
+    assert limit.target(101, 0.0) == 110
+    assert limit.target(200, 0.1) == 230
+    assert limit.target(990, 0.1) == 1000
+    assert limit.target(1200, 0.1) == 1000
+
+
+def test_static_budget_grows_to_the_busiest_rank() -> None:
+    budget = StaticBudget(config(budget_rows=16, pair_rows=3), ep_size=2)
+    demand = Demand(True, [10, 200], 40, 0, -1, [0] * 5)
+    assert budget.growth_bytes(demand, 0.0) == (208 - 16) * 32 * 4
+    budget.grow_to(demand, 0.0)
+    assert budget.rows.rows == 208 and budget.pairs.rows == 40
+    budget.note(demand)
+    assert budget.rows.peak == 200 and budget.pairs.peak == 40
+    other = StaticBudget(config(budget_rows=16), ep_size=2)
+    other.load_state_dict(budget.state_dict(), "x")
+    assert other.state_dict() == budget.state_dict()
+
+
+def test_saved_budget_above_the_ceiling_is_refused() -> None:
+    big = StaticBudget(config(budget_rows=160), ep_size=2).state_dict()
+    small = StaticBudget(config(budget_rows=16, max_budget_rows=32), ep_size=2)
+    with pytest.raises(ConfigError, match=r"layer 3: saved budget_rows=160.*32"):
+        small.load_state_dict(big, "layer 3")
+
+
+def test_initial_budgets() -> None:
+    assert config(capacity_factor=1.0).initial_budget_rows() == 208
+    assert config(capacity_factor=1.1, max_tokens_per_rank=10, alignment=1).initial_budget_rows() == 22
+    assert config().initial_budget_rows() == 256
+    assert config(budget_rows=1).initial_budget_rows() == 16
+    assert config(alignment=1, capacity_factor=1.0).initial_pair_rows(1) == 100
+    assert config(alignment=1, capacity_factor=1.0).initial_pair_rows(2) == 75
+    assert config(pair_rows=7).initial_pair_rows(2) == 7
+    assert config(pair_rows=700).initial_pair_rows(2) == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts": 0}, "num_experts"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": True}, "top_k"),
+        ({"hidden_size": -4}, "hidden_size"),
+        ({"max_tokens_per_rank": "8"}, "max_tokens_per_rank"),
+        ({"alignment": 0}, "alignment"),
+        ({"mode": "dynamic"}, "mode.*'eager', 'static'.*'dynamic'"),
+        ({"transport": "nvlink"}, "transport"),
+        ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"capacity_factor": float("nan")}, "capacity_factor"),
+        ({"capacity_factor": "2"}, "capacity_factor"),
+        ({"capacity_factor": 1.0, "budget_rows": 5}, "capacity_factor.*budget_rows"),
+        ({"budget_rows": 0}, "budget_rows"),
+        ({"budget_rows": 64, "max_budget_rows": 32}, "max_budget_rows.*64.*32"),
+        ({"hidden_size": 48, "dispatch_forward_dtype": "mxfp8"}, "hidden_size.*32.*48"),
+        ({"hidden_size": 48, "combine_backward_dtype": "mxfp8"}, "hidden_size.*32.*48"),
+        ({"recv_format": "mxfp8"}, "recv_format.*dispatch_forward_dtype"),
+        ({"scale_rounding": "up"}, "scale_rounding"),
+        ({"num_sms": 0}, "num_sms"),
+        ({"zero_tail": 1}, "zero_tail"),
+        ({"overflow": "ignore"}, "overflow"),
+    ],
+)
+def test_bad_configurations_name_the_field(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        config(**changes)
+    assert isinstance(caught.value, ValueError)
