@@ -59,9 +59,7 @@ def exact_bytes(x: Tensor, rounding: str) -> tuple[np.ndarray, np.ndarray]:
             continue
         scales[i] = exact_scale_byte(float(np.abs(block).max()), rounding)
         quotient = np.ldexp(block, 127 - int(scales[i]))
-        rounded = gfloat.round_ndarray(
-            format_info_ocp_e4m3, quotient, gfloat.RoundMode.TiesToEven, sat=True
-        )
+        rounded = gfloat.round_ndarray(format_info_ocp_e4m3, quotient, gfloat.RoundMode.TiesToEven, sat=True)
         magnitude = gfloat.encode_ndarray(format_info_ocp_e4m3, np.abs(rounded))
         elements[i] = magnitude.astype(np.uint8) | (np.signbit(block).astype(np.uint8) << 7)
     return elements.reshape(x.shape), scales.reshape(x.shape[0], -1)
@@ -408,3 +406,34 @@ def test_errors() -> None:
         with pytest.raises(ArgumentError, match=message) as raised:
             call()
         assert isinstance(raised.value, (ValueError, EPError))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gives_the_same_bytes_and_is_never_waited_for(dtype: torch.dtype, rounding: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    bits = torch.randint(-(2**31), 2**31, (512, 96), generator=generator).to(torch.int32)
+    anything = bits.view(torch.float32).to(dtype)
+    ordinary = torch.randn(512, 96, generator=generator).to(dtype)
+    x = torch.cat([anything, ordinary])
+    offsets = torch.tensor([0, 16, 400, 1024])
+    x_gpu, offsets_gpu = x.cuda(), offsets.cuda()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        q = quantize_mxfp8(x_gpu, rounding)
+        rows = dequantize_mxfp8(q, dtype)
+        swizzled = q.swizzled_scales(offsets_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    expected = quantize_mxfp8(x, rounding)
+    assert bits_equal(q.data.cpu(), expected.data) and torch.equal(q.scales.cpu(), expected.scales)
+    expected_rows = dequantize_mxfp8(expected, dtype)
+    assert torch.equal(rows.isnan().cpu(), expected_rows.isnan())
+    assert bits_equal(rows.cpu()[~expected_rows.isnan()], expected_rows[~expected_rows.isnan()])
+    assert torch.equal(swizzled.cpu(), expected.swizzled_scales(offsets))
