@@ -19,10 +19,9 @@ USAGE_ERROR = 2
 app = typer.Typer(
     name="ep-comm",
     help="Expert-parallel dispatch and combine for Mixture-of-Experts models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str]) -> int:
     """Run the program; returns the exit status."""
     try:
-        return int(app(args=list(argv), prog_name="ep-comm", standalone_mode=False) or 0)
+        return int(app(args=list(argv) or ["--help"], prog_name="ep-comm", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         return 130
     except ConfigError as error:
@@ -54,7 +53,9 @@ def run(argv: Sequence[str]) -> int:
     except Exception as error:
         # typer may bring its own copy of click, so its usage errors are known by what they can do.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            return _fail(f"{error.format_message()} (see ep-comm --help)", error.exit_code)
+            context = getattr(error, "ctx", None)
+            program = context.command_path if context is not None else "ep-comm"
+            return _fail(f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
         return _fail(f"unexpected {type(error).__name__}\n{traceback.format_exc().rstrip()}", 1)
 
 

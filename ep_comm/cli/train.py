@@ -26,9 +26,9 @@ OptFloat = Optional[float]  # noqa: UP045
 
 
 def train(
-    data: Annotated[OptPath, _option("--data", "Text file or folder [default: sources of Python's standard library].", _DATA)] = None,
+    data: Annotated[OptPath, _option("--data", "Text file or folder.", _DATA, show_default="sources of Python's standard library")] = None,
     max_bytes: Annotated[int, _option("--max-bytes", "Read at most so many bytes of it.", _DATA)] = 16_000_000,
-    ranks: Annotated[OptInt, _option("--ranks", "Processes to start here, unless torchrun, mpirun or srun did [default: one a GPU, or 2].", _TRAINING)] = None,
+    ranks: Annotated[OptInt, _option("--ranks", "Processes to start here, unless torchrun, mpirun or srun did.", _TRAINING, show_default="one a GPU, or 2")] = None,
     steps: Annotated[int, _option("--steps", "Optimizer steps of the whole run.", _TRAINING)] = 120,
     batch_size: Annotated[int, _option("--batch-size", "Sequences a rank and step.", _TRAINING)] = 8,
     seed: Annotated[int, _option("--seed", "Weights, dropout and order of the text.", _TRAINING)] = 0,
@@ -39,9 +39,9 @@ def train(
     dtype: Annotated[str, _option("--dtype", "fp32 or bf16, of weights and activations.", _TRAINING)] = "fp32",
     device: Annotated[str, _option("--device", "auto, cpu or cuda.", _TRAINING)] = "auto",
     hidden_size: Annotated[int, _option("--hidden-size", "Width of a token.", _MODEL)] = 128,
-    layers: Annotated[int, _option("--layers", "Decoder layers.", _MODEL)] = 4,
+    layers: Annotated[int, _option("--layers", "Decoder layers.", _MODEL)] = 3,
     heads: Annotated[int, _option("--heads", "Attention heads.", _MODEL)] = 4,
-    ffn_size: Annotated[int, _option("--ffn-size", "Inner width of an expert.", _MODEL)] = 256,
+    ffn_size: Annotated[int, _option("--ffn-size", "Inner width of an expert.", _MODEL)] = 192,
     sequence_length: Annotated[int, _option("--sequence-length", "Bytes of a sequence.", _MODEL)] = 128,
     dropout: Annotated[float, _option("--dropout", "Dropout on the residual branches.", _MODEL)] = 0.05,
     tied_embedding: Annotated[bool, _option("--tied-embedding", "Share the weights of embedding and output.", _MODEL)] = False,
@@ -57,8 +57,8 @@ def train(
     dispatch_dtype: Annotated[str, _option("--dispatch-dtype", "Tokens on the wire: mxfp8 or bf16 (bf16: in --dtype, unquantised).", _EP)] = "mxfp8",
     grad_dtype: Annotated[str, _option("--grad-dtype", "Gradients of the combine on the wire: mxfp8 or bf16.", _EP)] = "mxfp8",
     budget: Annotated[OptInt, _option("--budget", "Rows of a layer's receive buffer at the start.", _EP)] = None,
-    capacity_factor: Annotated[OptFloat, _option("--capacity-factor", "The same as a multiple of the mean load [default: 1.0].", _EP)] = None,
-    max_budget: Annotated[OptInt, _option("--max-budget", "Budgets never grow beyond [default: the worst case].", _EP)] = None,
+    capacity_factor: Annotated[OptFloat, _option("--capacity-factor", "The same as a multiple of the mean load.", _EP, show_default="1.0")] = None,
+    max_budget: Annotated[OptInt, _option("--max-budget", "Rows beyond which no budget grows.", _EP, show_default="the worst case")] = None,
     headroom: Annotated[float, _option("--headroom", "Share added to the required rows when a budget grows.", _EP)] = 0.1,
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _EP)] = 16,
     transport: Annotated[str, _option("--transport", "auto, collective or symmetric.", _EP)] = "auto",
@@ -68,7 +68,7 @@ def train(
     trace: Annotated[OptPath, _option("--trace", "Write the routing of every step here, one file a rank.", _OUTPUT)] = None,
     json: Annotated[OptPath, _option("--json", "Write the final report for programs.", _OUTPUT)] = None,
     save: Annotated[OptPath, _option("--save", "Folder for checkpoints.", _OUTPUT)] = None,
-    save_every: Annotated[int, _option("--save-every", "Steps between checkpoints [default: only at the end].", _OUTPUT, show_default=False)] = 0,
+    save_every: Annotated[int, _option("--save-every", "Steps between checkpoints.", _OUTPUT, show_default="only at the end")] = 0,
     resume: Annotated[OptPath, _option("--resume", "Continue from this folder's latest checkpoint.", _OUTPUT)] = None,
     verify: Annotated[bool, _option("--verify", "Train again in eager mode and compare the weights bit for bit.", _OUTPUT)] = False,
 ) -> int:  # fmt: skip

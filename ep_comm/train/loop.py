@@ -44,8 +44,8 @@ class History:
     Attributes:
         losses: mean loss over all ranks, nats a byte.
         replayed: steps whose first attempt was discarded.
-        budgets, required: for every step the rows of each MoE layer's budget after the step, and the rows it
-            needed on the rank that needed most; empty in eager mode.
+        budgets, required: for every step the rows of each MoE layer's budget when the step began, and the
+            rows the committed attempt needed on the rank that needed most; empty in eager mode.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Trainer:
             with self.clock.measure("data"):
                 batch = self._batch(self.step)
             self._set_learning_rate()
-            replays = self.runner.replays
+            replays, budgets = self.runner.replays, [layer.dispatcher.budget_rows for layer in self.layers]
             before_runner = time.perf_counter()
             loss = float(self.runner(batch))
             self.clock.finish_step(time.perf_counter() - before_runner)
@@ -132,7 +132,7 @@ class Trainer:
                 raise TrainingError(f"the loss became {loss} in step {self.step}: lower --lr, or raise --warmup")
             if self._trace is not None:
                 self._trace.commit()
-            self._remember(loss, self.runner.replays > replays)
+            self._remember(loss, self.runner.replays > replays, budgets)
             self.step += 1
             self.seconds += time.perf_counter() - start
             if on_step is not None:
@@ -270,13 +270,13 @@ class Trainer:
             else:
                 group["lr"] = rate
 
-    def _remember(self, loss: float, replayed: bool) -> None:
+    def _remember(self, loss: float, replayed: bool, budgets: list[int]) -> None:
         history = self.history
         history.losses.append(loss)
         if replayed:
             history.replayed.append(self.step)
         if self.mode == "static":
-            history.budgets.append([layer.dispatcher.budget_rows for layer in self.layers])
+            history.budgets.append(budgets)
             if self.env.device.type == "cpu" or self.options.plot is not None:
                 history.required.append([max(layer.dispatcher.required_rows_per_rank) for layer in self.layers])
 

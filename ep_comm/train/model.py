@@ -36,9 +36,9 @@ class ModelConfig:
     """
 
     hidden_size: int = 128
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
-    ffn_size: int = 256
+    ffn_size: int = 192
     sequence_length: int = 128
     dropout: float = 0.05
     tied_embedding: bool = False

@@ -77,9 +77,9 @@ class TrainOptions:
     dtype: str = "fp32"
     device: str = "auto"
     hidden_size: int = 128
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
-    ffn_size: int = 256
+    ffn_size: int = 192
     sequence_length: int = 128
     dropout: float = 0.05
     tied_embedding: bool = False

@@ -27,6 +27,7 @@ def plot_run(path: Path, history: History, validation_loss: float | None, title:
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise PlotError("--plot needs matplotlib: pip install 'ep-comm[plot]'") from error
     layers = len(history.required[0]) if history.required else 0
@@ -43,6 +44,7 @@ def plot_run(path: Path, history: History, validation_loss: float | None, title:
     for layer in range(layers):
         _draw_layer(axes[1 + layer][0], history, layer)
     axes[-1][0].set_xlabel("step")
+    axes[-1][0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title, fontsize=11, x=0.02, ha="left")
     try:
         figure.savefig(path, dpi=130)
@@ -79,18 +81,16 @@ def _draw_layer(axis, history: History, layer: int) -> None:  # noqa: ANN001
     steps = range(first, len(history.budgets))
     budget = [rows[layer] for rows in history.budgets[first:]]
     required = [rows[layer] for rows in history.required]
-    axis.step(steps, budget, where="post", color=_GREY, linewidth=1.2, label="budget")
+    axis.step(steps, budget, where="mid", color=_GREY, linewidth=1.2, label="budget")
     axis.plot(steps, required, color=_BLUE, linewidth=1.0, label="required rows")
-    grown = [
-        step for step in steps if step in set(history.replayed) and (step == 0 or history.budgets[step][layer] > history.budgets[step - 1][layer])
-    ]
-    axis.scatter(grown, [required[step - first] for step in grown], color=_RED, s=14, zorder=3)
+    over = [step for step, rows, limit in zip(steps, required, budget) if rows > limit]
+    axis.scatter(over, [required[step - first] for step in over], color=_RED, s=16, zorder=3, label="overflow")
     axis.set_ylabel(f"layer {layer}\nrows", fontsize=8)
     axis.tick_params(labelsize=7)
     low, high = min(required), max(max(budget), max(required))
     axis.set_ylim(low - 0.08 * (high - low + 1), high + 0.15 * (high - low + 1))
     if layer == 0:
-        axis.legend(frameon=False, fontsize=7, loc="lower right", ncol=2)
+        axis.legend(frameon=False, fontsize=7, loc="lower right", bbox_to_anchor=(1.0, 0.97), ncol=3)
     _clean(axis)
 
 

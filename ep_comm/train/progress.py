@@ -54,16 +54,15 @@ class TrainingProgress:
         events = ""
         if run.mode == "static":
             overflows = sum(layer.overflows for layer in run.runner.budgets())
-            events = f"{overflows} ovfl {run.runner.replays} rpl"
+            events = f"{overflows} overflows, {run.runner.replays} replays"
         if self._bar is not None:
             self._bar.update(self._task, completed=run.step, loss=f"{loss:.3f}", rate=short(rate), events=events)
             return
         done = run.step - self._first
         if done == 1 or done % self._every == 0 or run.step == self._steps:
-            shown = events.replace("ovfl", "overflows,").replace("rpl", "replays")
             self._console.print(
                 f"{self._label}  step {run.step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.3f}  "
-                f"{short(rate)} tok/s  {shown}".rstrip(),
+                f"{short(rate)} tok/s  {events}".rstrip(),
                 soft_wrap=True,
                 highlight=False,
             )

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .gradients import is_expert
 from .loop import Trainer
 
-__all__ = ["print_report", "run_facts", "write_json"]
+__all__ = ["count_parameters", "print_report", "run_facts", "write_json"]
 
 _PHASE_NAMES = {
     "data": "reading text",
@@ -26,7 +27,7 @@ _PHASE_NAMES = {
 }
 
 
-def run_facts(run: Trainer, validation_loss: float | None) -> dict[str, Any]:
+def run_facts(run: Trainer) -> dict[str, Any]:
     """Everything the tables show, as plain values. Collective; times are means over the ranks."""
     options, env, history = run.options, run.env, run.history
     tokens = options.batch_size * options.sequence_length * env.world_size
@@ -44,11 +45,11 @@ def run_facts(run: Trainer, validation_loss: float | None) -> dict[str, Any]:
         "replayed_steps": history.replayed,
         "first_loss": history.losses[0],
         "last_loss": _tail_mean(history.losses),
-        "validation_loss": validation_loss,
+        "validation_loss": None,
         "tokens": tokens * run.step,
         "tokens_per_second": tokens * new_steps / max(run.seconds, 1e-9),
         "seconds": run.seconds,
-        "parameters": _count_parameters(run),
+        "parameters": count_parameters(run),
         "corpus_bytes": run.corpus.num_bytes,
         "layers": [vars(layer) for layer in run.runner.budgets()],
         "wire": run.wire_facts(),
@@ -118,7 +119,10 @@ def _budget_table(facts: dict[str, Any]) -> Table:
 
 def _wire_table(facts: dict[str, Any]) -> Table:
     plain_name = facts["options"]["dtype"]
-    table = Table(title="Between the ranks, all steps, all layers", title_justify="left")
+    table = Table(title="Token rows between the ranks, whole run, all layers", title_justify="left")
+    if facts["mode"] == "static" and facts["transport"] == "collective":
+        table.caption = "Empty slots of static mode's equal splits come on top; they are not counted."
+        table.caption_justify = "left"
     table.add_column("direction", no_wrap=True)
     table.add_column("format")
     table.add_column("bytes a token", justify="right")
@@ -160,10 +164,8 @@ def _mean_over_ranks(run: Trainer) -> dict[str, float]:
     return {phase: sum(each[phase] for each in gathered) / len(gathered) for phase in gathered[0]}
 
 
-def _count_parameters(run: Trainer) -> int:
+def count_parameters(run: Trainer) -> int:
     """Weights of the whole model over all ranks, shared ones once."""
-    from .gradients import is_expert
-
     weights = list(run.model.parameters())
     own = sum(weight.numel() for weight in weights if is_expert(weight))
     return sum(weight.numel() for weight in weights) - own + own * run.env.world_size

@@ -13,7 +13,7 @@ from .loop import Trainer
 from .options import TrainOptions
 from .plot import plot_run
 from .progress import TrainingProgress, short
-from .report import print_report, run_facts, write_json
+from .report import count_parameters, print_report, run_facts, write_json
 from .verify import Comparison, compare_runs
 
 __all__ = ["train"]
@@ -37,9 +37,8 @@ def train(options: TrainOptions, env: Env) -> None:
         run.attach_trace(options.trace)
     with TrainingProgress(console, "training", options.steps, run.step) as progress:
         _train_and_save(run, progress)
-    budgets_peak = run_facts(run, None)  # before validation, which may grow budgets as well
-    validation_loss = run.validate()
-    facts = {**budgets_peak, "validation_loss": validation_loss}
+    facts = run_facts(run)  # before validation, which sends tokens and may grow budgets as well
+    facts["validation_loss"] = validation_loss = run.validate()
     if console is not None:
         print_report(console, facts)
         if options.plot is not None:
@@ -91,18 +90,19 @@ def _announce(console: Console | None, run: Trainer) -> None:
         return
     options, env = run.options, run.env
     source = "Python's standard library" if options.data is None else str(options.data)
-    total = sum(p.numel() for p in run.model.parameters())
-    console.print(f"[bold]ep-comm train[/bold]: byte-level MoE transformer on {short(run.corpus.num_bytes)}B of {source}")
+    console.print(f"[bold]ep-comm train[/bold]: a byte-level MoE transformer learns {source}")
+    console.print(f"  text   {short(run.corpus.num_bytes)}B, {run.corpus.num_sequences:,} sequences of {options.sequence_length}")
     console.print(
-        f"  {env.world_size} ranks ({env.launcher}, {env.backend} on {env.device.type}), {options.layers} layers, "
-        f"{options.num_experts} experts top-{options.top_k}, {short(total)} weights a rank"
+        f"  model  {options.layers} layers, {options.num_experts} experts top-{options.top_k}, "
+        f"{short(count_parameters(run))} weights in {options.dtype}"
     )
-    wire = f"dispatch {options.dispatch_dtype}, combine gradient {options.grad_dtype}"
-    budget = ""
+    console.print(f"  ranks  {env.world_size}, {env.backend} on {env.device.type}")
+    console.print(f"  wire   dispatch {options.dispatch_dtype}, gradient of combine {options.grad_dtype}")
     if run.mode == "static":
-        rows = run.layers[0].dispatcher.budget_rows
-        budget = f"budget {rows:,} rows a layer and rank, "
-    console.print(f"  {run.mode} mode, {budget}wire: {wire}")
+        rows = ", ".join(f"{layer.dispatcher.budget_rows:,}" for layer in run.layers)
+        console.print(f"  mode   static: no host sync; buffers of {rows} rows a layer and rank")
+    else:
+        console.print("  mode   eager: exact buffers, one host sync a dispatch")
     if run.step:
         console.print(f"  resumed at step {run.step}")
     console.print()
