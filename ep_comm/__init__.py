@@ -21,6 +21,7 @@ from .errors import (
     RoutingError,
 )
 from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
+from .moe import MoELayer, update_expert_biases
 from .runner import LayerBudget, StepRunner
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "HandleError",
     "LayerBudget",
     "MXFP8Tensor",
+    "MoELayer",
     "PeerLostError",
     "RoutingError",
     "StepRunner",
@@ -45,6 +47,7 @@ __all__ = [
     "quantize_mxfp8",
     "shutdown",
     "swizzle_scales",
+    "update_expert_biases",
 ]
 
 __version__ = "0.1.0"

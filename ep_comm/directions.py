@@ -74,7 +74,7 @@ class Dispatch(torch.autograd.Function):
             channel.dispatch_format,
             channel.operation("dispatch forward"),
         )
-        shape = (channel.route.plan.sizing.rows, tokens_TH.shape[1])
+        shape = (channel.route.sizing.rows, tokens_TH.shape[1])
         ctx.rows_like = (shape, tokens_TH.dtype, tokens_TH.device)
         if not isinstance(rows, MXFP8Tensor):
             return rows, None, None, weights_R

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import devices
 from .agreement import compare_configs, raise_reported
 from .arguments import check_combine, check_dispatch
 from .budget import StaticBudget
@@ -20,10 +21,10 @@ from .directions import Channel, Combine, Dispatch
 from .errors import ConfigError, EPError
 from .ledger import Demand, DispatchRecord, StepLedger, current_ledger
 from .mxfp8 import MXFP8Tensor
-from .plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan, required_rows
+from .plan import CountMatrix, RoutingPlan, Sizing, required_rows
 from .status import DTYPES, Fault, FaultCode, Operation, error_from_words
 from .transport import open_transport
-from .transport.base import RowFormat
+from .transport.base import PlanRequest, RowFormat
 
 __all__ = ["DispatchHandle", "Dispatched", "Dispatcher"]
 
@@ -157,8 +158,9 @@ class Dispatcher:
         ledger = current_ledger()
         if ledger is not None and self.config.mode == "static":
             ledger.enter(self)
-        plan = self._plan(tokens, topk_idx, fault, sequence, ledger)
-        channel = self._channel(plan, tokens.dtype, sequence)
+        exact = self.config.mode == "eager" or (ledger is not None and ledger.exact)
+        plan, sizing = self._plan(tokens, topk_idx, topk_weights, fault, sequence, exact)
+        channel = self._channel(plan, sizing, tokens.dtype, sequence)
         anchor = self._anchor if torch.is_grad_enabled() else self._anchor.detach()
         rows, scales, link, weights = Dispatch.apply(tokens, topk_weights, anchor, channel)
         if fault is None and torch._C._current_graph_task_id() == -1:
@@ -168,7 +170,7 @@ class Dispatcher:
             raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
         handle = DispatchHandle(
             num_tokens=plan.num_tokens,
-            num_rows=plan.sizing.rows,
+            num_rows=sizing.rows,
             weights=weights,
             rows_link=link,
             dispatcher=self,
@@ -300,7 +302,9 @@ class Dispatcher:
         Raises:
             RoutingError: on all ranks.
         """
-        demand = self.record.parse(self.record.words.tolist())
+        ledger = StepLedger(exact=False)
+        ledger.dispatchers.append(self)
+        (demand,) = ledger.read()
         if demand.fault_rank >= 0:
             self.record.reset()
             raise self.recorded_error(demand)
@@ -309,6 +313,15 @@ class Dispatcher:
         """The error that a demand's fault words stand for."""
         detail = f"in {layer or self.name}"
         return error_from_words(demand.fault_words, demand.fault_rank, self.config, detail)
+
+    def device_status(self) -> Tensor | None:
+        """The transport's error words on the device, see :meth:`ep_comm.transport.base.Transport.device_status`."""
+        return self._transport.device_status()
+
+    def raise_device_error(self, words: list[int]) -> None:
+        """Raise PeerLostError if the words of :meth:`device_status` hold an error."""
+        if words:
+            self._transport.raise_device_error(words)
 
     # -- state and life ------------------------------------------------------------------------------
 
@@ -343,53 +356,55 @@ class Dispatcher:
         self,
         tokens: Tensor,
         topk_idx: Tensor,
+        topk_weights: Tensor,
         fault: Fault | None,
         sequence: int,
-        ledger: StepLedger | None,
-    ) -> RoutingPlan:
-        """Exchange counts, decide the sizes, derive the plan."""
-        config = self.config
-        exact = config.mode == "eager" or (ledger is not None and ledger.exact)
-        routing = LocalRouting.build(topk_idx, config.num_experts, self.ep_size)
-        limit = self._limit(exact)
-        header = self._header(Operation.DISPATCH, sequence, tokens.shape[0], DTYPES.index(tokens.dtype), limit)
-        fault_words = routing.fault if fault is None else self._words(fault)
-        message = self._layout.message(header, fault_words, routing)
-        matrix_PX = self._transport.exchange_counts(message, f"dispatch of {self.name}")
-        sizing = self._size(matrix_PX, exact, limit, fault)
-        plan = make_plan(
-            routing,
-            matrix_PX,
-            self._layout,
-            rank=self.rank,
-            alignment=config.alignment,
-            sizing=sizing,
+        exact: bool,
+    ) -> tuple[RoutingPlan, Sizing]:
+        """Exchange counts, derive the plan, decide the sizes of this dispatch's buffers."""
+        limit = _NO_LIMIT
+        if self.budget is not None:
+            limit = self.budget.rows.ceiling if exact else self.budget.rows.rows
+        dtype_code = DTYPES.index(tokens.dtype)
+        request = PlanRequest(
+            layout=self._layout,
+            header=self._header(Operation.DISPATCH, sequence, tokens.shape[0], dtype_code, limit),
+            fault=None if fault is None else self._words(fault),
+            topk_idx_TK=topk_idx.contiguous(),
+            topk_weights_TK=topk_weights.detach().contiguous(),
+            alignment=self.config.alignment,
+            pair_limit=None if exact or not self._transport.uses_pair_rows else self.pair_rows,
+            operation=f"dispatch of {self.name}",
         )
-        if config.mode == "static":
-            self.record.add(plan, self._layout.split(matrix_PX)[0])
+        plan = self._transport.make_plan(request, self.rank)
+        if self.config.mode == "static":
+            self.record.add(plan, self._layout.split(plan.matrix_PX)[0])
         sent_P = plan.pair_tokens_PP[self.rank]
         self._sent += sent_P.sum() - sent_P[self.rank]
         self._latest = plan
-        return plan
-
-    def _limit(self, exact: bool) -> int:
-        """The row budget this rank announces: what a dispatch may use at most."""
-        if self.budget is None:
-            return _NO_LIMIT
-        return self.budget.rows.ceiling if exact else self.budget.rows.rows
+        return plan, self._size(plan.matrix_PX, exact, limit, fault)
 
     def _size(self, matrix_PX: Tensor, exact: bool, limit: int, fault: Fault | None) -> Sizing:
         """Buffer sizes of this dispatch; in eager mode and on a replay the dispatch's one host sync."""
         static = self.config.mode == "static"
-        if static and not exact and matrix_PX.device.type != "cpu":
+        if not exact and not devices.host_reads_are_free(matrix_PX.device):
             return Sizing(rows=limit, pair_rows=self.pair_rows)
-        host_PX = matrix_PX.cpu()
+        host_PX = self._to_host(matrix_PX)
         raise_reported(self, host_PX, Operation.DISPATCH, fault, recorded=static)
         if not exact:
             return Sizing(rows=limit, pair_rows=self.pair_rows)
         _, pairs_PP, counts_PE = self._layout.split(host_PX)
         required = int(required_rows(counts_PE.sum(0), self.ep_size, self.config.alignment)[self.rank])
-        return Sizing(rows=min(required, limit), pair_rows=None, pair_tokens=pairs_PP.tolist())
+        return Sizing(rows=min(required, limit), pair_tokens=pairs_PP.tolist())
+
+    def _to_host(self, matrix_PX: Tensor) -> Tensor:
+        """Exchanged messages on the host, after the transport's own errors were looked at; one copy for both."""
+        status = self._transport.device_status()
+        if status is None:
+            return matrix_PX.cpu()
+        words = torch.cat([status, matrix_PX.flatten()]).cpu()
+        self._transport.raise_device_error(words[: status.numel()].tolist())
+        return words[status.numel() :].view(matrix_PX.shape)
 
     def _agree_to_combine(self, expert_output: Tensor, handle: Any, fault: Fault | None) -> None:
         """Let every rank know of every rank's bad argument before rows move."""
@@ -399,7 +414,7 @@ class Dispatcher:
         header = self._header(Operation.COMBINE, sequence, num_tokens, dtype_code, _NO_LIMIT)
         message = self._layout.message(header, self._words(fault))
         matrix_PX = self._transport.exchange_counts(message, f"combine of {self.name}")
-        raise_reported(self, matrix_PX.cpu(), Operation.COMBINE, fault, recorded=False)
+        raise_reported(self, self._to_host(matrix_PX), Operation.COMBINE, fault, recorded=False)
 
     def _header(self, operation: Operation, sequence: int, *words: int) -> Tensor:
         if self.config.mode == "eager":
@@ -414,11 +429,11 @@ class Dispatcher:
         words = (fault or Fault(FaultCode.NONE)).words()
         return torch.tensor(words, dtype=torch.int32).to(self.device)
 
-    def _channel(self, plan: RoutingPlan, dtype: torch.dtype, sequence: int) -> Channel:
+    def _channel(self, plan: RoutingPlan, sizing: Sizing, dtype: torch.dtype, sequence: int) -> Channel:
         config = self.config
         return Channel(
             transport=self._transport,
-            route=self._transport.open_route(plan),
+            route=self._transport.open_route(plan, sizing),
             label=f"{self.name}, dispatch {sequence}",
             dispatch_format=RowFormat(
                 dtype,

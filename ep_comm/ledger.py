@@ -66,14 +66,15 @@ class DispatchRecord:
     def add(self, plan: RoutingPlan, header_PX: Tensor) -> None:
         """Enter one dispatch. No host sync."""
         words, required = self.words, self.words[4 + _FAULT_WORDS :]
-        words[0].copy_(torch.maximum(words[0], plan.overflow.long()))
+        words[0].copy_(torch.maximum(words[0], (plan.overflow != 0).long()))
         words[1].copy_(torch.maximum(words[1], plan.pair_tokens_PP.max()))
         sent_P = plan.pair_tokens_PP[plan.rank]
         words[2].add_(sent_P.sum() - sent_P[plan.rank])
         required.copy_(torch.maximum(required, plan.required_rows_P))
         faults_P = header_PX[:, Word.FAULT] != 0
-        first = faults_P.to(torch.uint8).argmax()
-        fault = torch.cat([first.view(1), header_PX[first, Word.FAULT :].long()])
+        # index_select: indexing with a tensor of no dimensions would read it on the host.
+        first = faults_P.to(torch.uint8).argmax().view(1)
+        fault = torch.cat([first, header_PX.index_select(0, first)[0, Word.FAULT :].long()])
         fresh = faults_P.any() & (words[3] < 0)
         words[3 : 4 + _FAULT_WORDS].copy_(torch.where(fresh, fault, words[3 : 4 + _FAULT_WORDS]))
 
@@ -126,14 +127,16 @@ class StepLedger:
         """Copy the records of all dispatchers to the host: one small read, the only sync of a step."""
         if not self.dispatchers:
             return []
-        records = [dispatcher.record for dispatcher in self.dispatchers]
-        words = torch.cat([record.words for record in records]).tolist()
-        demands, at = [], 0
-        for record in records:
-            size = record.words.numel()
-            demands.append(record.parse(words[at : at + size]))
-            at += size
-        return demands
+        parts = []
+        for dispatcher in self.dispatchers:
+            parts.append(dispatcher.record.words)
+            status = dispatcher.device_status()
+            parts.append(dispatcher.record.words[:0] if status is None else status.long())
+        flat = iter(torch.cat(parts).tolist())
+        words = [[next(flat) for _ in range(part.numel())] for part in parts]
+        for dispatcher, status in zip(self.dispatchers, words[1::2]):
+            dispatcher.raise_device_error(status)
+        return [d.record.parse(record) for d, record in zip(self.dispatchers, words[::2])]
 
 
 _current: StepLedger | None = None

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import devices
 from .config import MXFP8_BLOCK, round_up
 from .errors import ArgumentError
 from .swizzle import swizzle_scales, unswizzle_scales
@@ -269,7 +270,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
 
 def _chunk_rows(tensor_NH: Tensor) -> int:
     num_rows, hidden_size = tensor_NH.shape
-    if tensor_NH.device.type == "cpu":
+    if devices.host_reads_are_free(tensor_NH.device):
         return max(1, min(num_rows, _CPU_CHUNK_ELEMENTS // hidden_size))
     return max(1, num_rows)
 
@@ -288,7 +289,7 @@ def _quantize_rows(x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
         torch.bitwise_and(value.view(torch.int32), 0x7FFFFFFF, out=magnitude)
         amax_NS = magnitude.unflatten(1, (blocks, MXFP8_BLOCK)).amax(dim=2)
         # Looking at the data costs nothing on a CPU and a host sync on a GPU: only a CPU takes the short cut.
-        may_be_poisoned = x_NH.device.type != "cpu" or bool(amax_NS.amax() >= _FP32_INF_BITS)
+        may_be_poisoned = not devices.host_reads_are_free(x_NH.device) or bool(amax_NS.amax() >= _FP32_INF_BITS)
         poisoned_NS = amax_NS >= _FP32_INF_BITS if may_be_poisoned else None
         # The scale as FP32 bits, exponent only. No finite block has a scale byte above 247, so the bits of
         # 1 / scale are a normal number too.

@@ -24,6 +24,7 @@ from .status import HEADER_WORDS, FaultCode, Operation, Word
 
 __all__ = [
     "CountMatrix",
+    "CountedPlan",
     "LocalRouting",
     "RoutingPlan",
     "Sizing",
@@ -111,15 +112,17 @@ class LocalRouting:
 
 
 def _first_bad_id(raw_TK: Tensor, bad_TK: Tensor) -> Tensor:
-    """Status words (code, token, slot, id, 0) of the first id out of range, int32 ``[5]``."""
+    """Status words (code, token, slot, lower and upper half of the id) of the first bad id, int32 ``[5]``."""
     top_k = raw_TK.shape[1]
     if raw_TK.numel() == 0:
         return torch.zeros(5, dtype=torch.int32, device=raw_TK.device)
     first = bad_TK.flatten().to(torch.uint8).argmax()
     found = bad_TK.any()
-    value = raw_TK.flatten()[first].clamp(-(2**31), 2**31 - 1)
+    bad_id = raw_TK.flatten().gather(0, first.view(1))[0]
+    # Sign-extended so that both halves fit an int32.
+    low = (bad_id << 32) >> 32
     code = torch.full_like(first, int(FaultCode.EXPERT_ID))
-    words = torch.stack([code, first // top_k, first % top_k, value, torch.zeros_like(first)])
+    words = torch.stack([code, first // top_k, first % top_k, low, bad_id >> 32])
     return (words * found).to(torch.int32)
 
 
@@ -167,41 +170,53 @@ class CountMatrix:
 class Sizing:
     """How large this dispatch's buffers are: host integers, decided before the payload moves.
 
-    ``rows`` is R of this rank. ``pair_rows`` is the fixed number of token rows between two ranks, or None
-    where every pair moves exactly what it needs; then ``pair_tokens`` (rows: source, columns: destination)
-    says how many that is.
+    Attributes:
+        rows: R of this rank.
+        pair_tokens: tokens between ranks (outer index: source, inner: destination) where every pair moves
+            exactly what it needs; None where every pair moves the fixed ``pair_rows``.
+        pair_rows: token rows between two ranks, for transports that move a fixed number.
     """
 
     rows: int
-    pair_rows: int | None
+    pair_rows: int | None = None
     pair_tokens: list[list[int]] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoutingPlan:
-    """Everything all ranks agree on about one dispatch. All tensors are on the device."""
+    """Everything all ranks agree on about one dispatch. All tensors are on the device.
+
+    A transport may plan in its own way and add its own fields, but these mean the same everywhere.
+    """
 
     rank: int
     ep_size: int
     num_tokens: int
     top_k: int
-    sizing: Sizing
-    needs_TP: Tensor
-    """bool: token t has a row on rank p."""
+    matrix_PX: Tensor
+    """int32: the exchanged messages, see :class:`CountMatrix`."""
     slot_rank_TK: Tensor
-    """int64: rank that owns the slot's expert; ep_size where there is none."""
+    """integer: rank that owns the slot's expert; -1 where the slot has no row."""
     slot_rows_TK: Tensor
-    """int64: row on that rank; -1 where there is no expert or the row is beyond the rank's budget."""
+    """integer: row on that rank; -1 where there is no expert or the row is beyond the rank's budget."""
     pair_tokens_PP: Tensor
-    """int64: tokens from rank (first index) to rank (second index)."""
+    """integer: tokens from rank (first index) to rank (second index)."""
     tokens_per_expert_L: Tensor
-    """int64: rows of each expert of this rank that fit the buffer, without padding."""
+    """int64: rows of each expert of this rank that fit its budget, without padding."""
     expert_offsets_L1: Tensor
-    """int64: segment starts and the last segment's end, capped by the buffer."""
+    """int64: segment starts and the last segment's end, capped by the budget."""
     required_rows_P: Tensor
     """int64: rows every rank needs, whether they fit or not."""
     overflow: Tensor
-    """bool, zero-dimensional: some rank's rows or some pair's tokens do not fit. Equal on all ranks."""
+    """zero-dimensional, not zero if some rank's rows or some pair's tokens do not fit. Equal on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPlan(RoutingPlan):
+    """A plan derived by :func:`make_plan`."""
+
+    needs_TP: Tensor
+    """bool: token t goes to rank p."""
 
 
 def make_plan(
@@ -211,13 +226,13 @@ def make_plan(
     *,
     rank: int,
     alignment: int,
-    sizing: Sizing,
-) -> RoutingPlan:
+    pair_limit: int | None,
+) -> CountedPlan:
     """Derive the plan from this rank's routing and the counts of all ranks; no host sync.
 
     Args:
-        matrix_PX: exchanged messages, int32 ``[P, layout.width]``.
-        sizing: buffer sizes of this rank. The other ranks' budgets are in their status words.
+        matrix_PX: exchanged messages, int32 ``[P, layout.width]``; the ranks' budgets are in their status words.
+        pair_limit: most tokens that may go from one rank to another, or None.
     """
     header_PX, pairs_PP, counts_PE = layout.split(matrix_PX)
     counts_PE = counts_PE.long()
@@ -228,31 +243,30 @@ def make_plan(
     required_P = offsets_PL1[:, -1]
     budget_P = header_PX[:, Word.BUDGET_ROWS].long()
     overflow = (required_P > budget_P).any()
-    if sizing.pair_rows is not None:
-        overflow = overflow | (pairs_PP > sizing.pair_rows).any()
+    if pair_limit is not None:
+        overflow = overflow | (pairs_PP > pair_limit).any()
 
     from_lower_E = counts_PE[:rank].sum(0)
     base_E = offsets_PL1[:, :-1].reshape(num_experts) + from_lower_E
-    present_TK = routing.idx_TK >= 0
     idx_TK = routing.idx_TK.clamp_min(0)
     rank_TK = idx_TK // experts_per_rank
     row_TK = base_E[idx_TK] + routing.position_TK
-    fits_TK = present_TK & (row_TK < budget_P[rank_TK])
+    fits_TK = (routing.idx_TK >= 0) & (row_TK < budget_P[rank_TK])
 
-    offsets_L1 = offsets_PL1[rank].clamp_max(sizing.rows)
+    offsets_L1 = torch.minimum(offsets_PL1[rank], budget_P[rank])
     counts_L = counts_PE.sum(0)[rank * experts_per_rank : (rank + 1) * experts_per_rank]
-    return RoutingPlan(
+    return CountedPlan(
         rank=rank,
         ep_size=ep_size,
         num_tokens=routing.idx_TK.shape[0],
         top_k=routing.idx_TK.shape[1],
-        sizing=sizing,
-        needs_TP=routing.needs_TP,
-        slot_rank_TK=torch.where(present_TK, rank_TK, ep_size),
+        matrix_PX=matrix_PX,
+        slot_rank_TK=torch.where(fits_TK, rank_TK, -1),
         slot_rows_TK=torch.where(fits_TK, row_TK, -1),
-        pair_tokens_PP=pairs_PP.long(),
-        tokens_per_expert_L=torch.minimum(counts_L, sizing.rows - offsets_L1[:-1]),
+        pair_tokens_PP=pairs_PP,
+        tokens_per_expert_L=torch.minimum(counts_L, budget_P[rank] - offsets_L1[:-1]),
         expert_offsets_L1=offsets_L1,
         required_rows_P=required_P,
         overflow=overflow,
+        needs_TP=routing.needs_TP,
     )

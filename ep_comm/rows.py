@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from . import devices
+
 __all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows"]
 
 # Scratch of one chunk stays in a core's cache; on CPUs fresh memory costs more than the arithmetic.
@@ -39,7 +41,7 @@ class SumTable:
         counts_N = present_NK.sum(1)
         starts = torch.nn.functional.pad(counts_N.cumsum(0), (1, 0))
         flat_S, present_S = table_NK.flatten(), present_NK.flatten()
-        if table_NK.device.type == "cpu":
+        if devices.host_reads_are_free(table_NK.device):
             return cls(flat_S[present_S], starts, num_items)
         size = min(max_entries, table_NK.numel())
         place_S = torch.where(present_S, present_S.cumsum(0) - 1, size).clamp_max(size)
@@ -60,7 +62,7 @@ def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH:
         weights_R: fp32 ``[R]`` or None.
         out_NH: ``[N, H]``, overwritten.
     """
-    if table.entries.device.type != "cpu":
+    if not devices.host_reads_are_free(rows_RH.device):
         _sum_chunk(rows_RH, table.entries, table.starts, weights_R, out_NH, table.num_items)
         return
     if table.num_items == 0:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .devices import free_memory
 from .dispatcher import Dispatcher
 from .errors import BudgetExceededError, ConfigError, EPError
 from .ledger import Demand, StepLedger
-from .memory import free_memory
 from .snapshot import StateSnapshot
 
 __all__ = ["LayerBudget", "StepRunner"]

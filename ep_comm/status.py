@@ -124,9 +124,10 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
     if code is FaultCode.CLOSED:
         return "cannot dispatch or combine: the dispatcher has been closed"
     if code is FaultCode.EXPERT_ID:
+        expert_id = (v[3] << 32) | (v[2] & 0xFFFFFFFF)
         return (
-            f"topk_idx holds expert id {v[2]} at token {v[0]}, slot {v[1]}; allowed are 0 to "
-            f"{config.num_experts - 1}, or -1 for no expert"
+            f"topk_idx holds expert id {expert_id} at token {v[0]}, slot {v[1]}; allowed are 0 to "
+            f"{config.num_experts - 1} (num_experts={config.num_experts}), or -1 for no expert"
         )
     if code is FaultCode.TOO_MANY_TOKENS:
         return (

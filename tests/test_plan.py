@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ep_comm.config import EPConfig, round_up, worst_case_rows
-from ep_comm.plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan, required_rows, segment_offsets
+from ep_comm.plan import CountedPlan, CountMatrix, LocalRouting, make_plan, required_rows, segment_offsets
 from ep_comm.status import FaultCode, Operation, Word
 
 
-def plans(idx_by_rank: list[Tensor], config: EPConfig, budget: int = 10**6, pair_rows: int | None = None) -> list:
+def plans(
+    idx_by_rank: list[Tensor], config: EPConfig, budget: int = 10**6, pair_rows: int | None = None
+) -> list[CountedPlan]:
     """The plan of every rank, with the exchange of counts replaced by stacking the messages."""
     ranks = len(idx_by_rank)
     layout = CountMatrix(config, ranks)
@@ -24,9 +26,8 @@ def plans(idx_by_rank: list[Tensor], config: EPConfig, budget: int = 10**6, pair
             for idx, routing in zip(idx_by_rank, routings)
         ]
     )
-    sizing = Sizing(rows=budget, pair_rows=pair_rows)
     return [
-        make_plan(routing, matrix, layout, rank=rank, alignment=config.alignment, sizing=sizing)
+        make_plan(routing, matrix, layout, rank=rank, alignment=config.alignment, pair_limit=pair_rows)
         for rank, routing in enumerate(routings)
     ]
 
@@ -52,7 +53,7 @@ def test_two_ranks_by_hand() -> None:
         assert not plan.overflow
     assert first.slot_rows_TK.tolist() == [[0, 4], [5, -1]]
     assert second.slot_rows_TK.tolist() == [[6, 1], [0, 1]]
-    assert first.slot_rank_TK.tolist() == [[0, 1], [1, 2]]
+    assert first.slot_rank_TK.tolist() == [[0, 1], [1, -1]]
     assert first.needs_TP.tolist() == [[True, True], [False, True]]
 
 
@@ -76,8 +77,9 @@ def test_pair_budget_is_part_of_the_verdict() -> None:
 def test_first_bad_id_is_reported_and_routed_nowhere(bad: int) -> None:
     idx = torch.tensor([[0, 1], [2, bad], [bad, 3]])
     routing = LocalRouting.build(idx, 4, 1)
-    clamped = max(-(2**31), min(bad, 2**31 - 1))
-    assert routing.fault.tolist() == [FaultCode.EXPERT_ID, 1, 1, clamped, 0]
+    code, token, slot, low, high = routing.fault.tolist()
+    assert (code, token, slot) == (FaultCode.EXPERT_ID, 1, 1)
+    assert (high << 32) | (low & 0xFFFFFFFF) == bad
     assert routing.idx_TK.tolist() == [[0, 1], [2, -1], [-1, 3]]
     assert routing.counts_E.tolist() == [1, 1, 1, 1]
 

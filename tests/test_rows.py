@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep_comm import devices
 from ep_comm import rows as rows_module
 from ep_comm.rows import (
     SumTable,
@@ -24,11 +25,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("host_reads", [True, False])
 def test_sums_follow_the_slot_order(
-    dtype: torch.dtype, weighted: bool, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, weighted: bool, chunk_bytes: int, host_reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products are rounded before they are added, one slot after the other, in FP32."""
     monkeypatch.setattr(rows_module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(devices, "host_reads_are_free", lambda device: host_reads)
     make = torch.Generator().manual_seed(0)
     table = torch.randint(-1, 50, (70, 6), generator=make)
     values = (torch.randn(50, 33, generator=make) * 10.0 ** torch.randint(-3, 4, (50, 1), generator=make)).to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_comm
+from ep_comm import devices
 from ep_comm.config import worst_case_rows
 from tests import reference, steps
 from tests.harness import Caught, expect_error, run_ranks
@@ -256,6 +257,8 @@ def forbid_host_sync() -> ExitStack:
 
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         stack.enter_context(mock.patch.object(Tensor, name, refuse))
+    # As on a GPU: the host knows no value of the device.
+    stack.enter_context(mock.patch.object(devices, "host_reads_are_free", lambda device: False))
     stack.enter_context(NoHostSync())
     return stack
 

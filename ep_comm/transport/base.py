@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan import RoutingPlan
+from ..plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan
 
-__all__ = ["RowFormat", "Route", "Transport"]
+__all__ = ["PlanRequest", "RowFormat", "Route", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,41 @@ class RowFormat:
     keep_mxfp8: bool = False
 
 
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made from.
+
+    Attributes:
+        layout: of the messages that ranks exchange.
+        header: int32 ``[5]``, the status words before the fault, on the device.
+        fault: int32 ``[5]`` on the device: what the host found wrong on this rank; None where nothing is.
+        topk_idx_TK: int32 or int64, contiguous.
+        topk_weights_TK: float32, contiguous. Transports that deliver weights with the plan need them.
+        alignment: of the segments.
+        pair_limit: most tokens that may go from one rank to another, or None.
+        operation: what the user is doing, for error messages.
+    """
+
+    layout: CountMatrix
+    header: Tensor
+    fault: Tensor | None
+    topk_idx_TK: Tensor
+    topk_weights_TK: Tensor
+    alignment: int
+    pair_limit: int | None
+    operation: str
+
+
 class Route:
     """A transport's tables for one dispatch. Made by :meth:`Transport.open_route`, kept in the handle.
 
     The sending half comes from the plan. The receiving half (which row each received token has) travels with
-    the first ``scatter_rows`` and is fixed from then on, so that a handle stays valid however many other
-    dispatches come in between.
+    the first ``scatter_rows`` at the latest and is fixed from then on, so that a handle stays valid however many
+    other dispatches come in between.
     """
 
     plan: RoutingPlan
+    sizing: Sizing
 
 
 class Transport(ABC):
@@ -47,13 +73,25 @@ class Transport(ABC):
     """
 
     name: str
+    uses_pair_rows = False
+    """Whether static mode moves a fixed number of token rows between every two ranks."""
 
     @abstractmethod
     def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
         """All-gather of one int32 vector ``[X]`` per rank; returns ``[P, X]``, on the device of the message."""
 
+    def make_plan(self, request: PlanRequest, rank: int) -> RoutingPlan:
+        """Count, exchange the counts, derive the plan. No host sync. A transport may fuse these."""
+        layout = request.layout
+        routing = LocalRouting.build(request.topk_idx_TK, layout.num_experts, layout.ep_size)
+        fault = routing.fault if request.fault is None else request.fault
+        matrix_PX = self.exchange_counts(layout.message(request.header, fault, routing), request.operation)
+        return make_plan(
+            routing, matrix_PX, layout, rank=rank, alignment=request.alignment, pair_limit=request.pair_limit
+        )
+
     @abstractmethod
-    def open_route(self, plan: RoutingPlan) -> Route:
+    def open_route(self, plan: RoutingPlan, sizing: Sizing) -> Route:
         """Derive the sending half of the tables. Moves no data."""
 
     @abstractmethod
@@ -97,6 +135,13 @@ class Transport(ABC):
         self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool
     ) -> int:
         """Bytes that one token row takes between two ranks, with its scalars and receiving tables if asked."""
+
+    def device_status(self) -> Tensor | None:
+        """int32 words on the device that hold errors of kernels, read together with a step's verdict, or None."""
+        return None
+
+    def raise_device_error(self, words: list[int]) -> None:
+        """Raise PeerLostError if the words of :meth:`device_status`, copied to the host, hold an error."""
 
     def close(self) -> None:
         """Give back what the transport owns. The process group is the caller's."""

@@ -1,7 +1,6 @@
 """The collective transport: ``torch.distributed`` all-to-all, on NCCL or gloo, in any topology.
 
-Where every pair moves what it needs (``sizing.pair_rows is None``) the splits are exact; otherwise every pair
-moves ``pair_rows`` rows, so that nothing depends on a host value and the calls can be captured in a graph.
+Where the sizing says what every pair moves the splits are exact; otherwise every pair moves ``pair_rows`` rows, so that nothing depends on a host value and the calls can be captured in a graph.
 A token travels once per destination rank.
 
 With one rank, or without a process group, the same code runs and nothing is sent.
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ..errors import PeerLostError
 from ..mxfp8 import MXFP8Tensor
-from ..plan import RoutingPlan
+from ..plan import CountedPlan, Sizing
 from ..rows import SumTable, invert_table, pick_from_rows, place_in_rows, sum_rows
 from .base import RowFormat, Route, Transport
 from .wire import WireLayout
@@ -45,7 +44,8 @@ class _Receive:
 class CollectiveRoute(Route):
     """Send positions of this rank's tokens; receive tables after the first scatter."""
 
-    plan: RoutingPlan
+    plan: CountedPlan
+    sizing: Sizing
     send_splits: list[int] | None
     recv_splits: list[int] | None
     num_sent: int
@@ -66,6 +66,8 @@ class CollectiveTransport(Transport):
         rank, ep_size: this rank's place in it.
     """
 
+    uses_pair_rows = True
+
     def __init__(self, group: dist.ProcessGroup | None, rank: int, ep_size: int) -> None:
         self.name = "collective" if ep_size > 1 else "local"
         self._group = group
@@ -80,16 +82,16 @@ class CollectiveTransport(Transport):
             _all_gather(matrix_PX.view(-1), message, group=self._group)
         return matrix_PX
 
-    def open_route(self, plan: RoutingPlan) -> CollectiveRoute:
-        sizing, ranks = plan.sizing, self._ep_size
+    def open_route(self, plan: CountedPlan, sizing: Sizing) -> CollectiveRoute:
+        ranks = self._ep_size
         device = plan.needs_TP.device
         order_TP = plan.needs_TP.long().cumsum(0) - 1
         sent_TP = plan.needs_TP
-        if sizing.pair_rows is None:
+        if sizing.pair_tokens is not None:
             send_splits = sizing.pair_tokens[self._rank]
             recv_splits = [row[self._rank] for row in sizing.pair_tokens]
             num_sent, num_received = sum(send_splits), sum(recv_splits)
-            sent_P = plan.pair_tokens_PP[self._rank]
+            sent_P = plan.pair_tokens_PP[self._rank].long()
             base_P = sent_P.cumsum(0) - sent_P
         else:
             send_splits = recv_splits = None
@@ -99,6 +101,7 @@ class CollectiveTransport(Transport):
         position_TP = torch.where(sent_TP, base_P + order_TP, -1)
         return CollectiveRoute(
             plan=plan,
+            sizing=sizing,
             send_splits=send_splits,
             recv_splits=recv_splits,
             num_sent=num_sent,
@@ -138,7 +141,7 @@ class CollectiveTransport(Transport):
         scalars_R = None
         if scalars_TK is not None:
             received_NK = wire.scalar_view(received_NW[: route.num_received])
-            scalars_R = place_in_rows(received_NK, route.receive.rows_NK, plan.sizing.rows, missing=0.0)
+            scalars_R = place_in_rows(received_NK, route.receive.rows_NK, route.sizing.rows, missing=0.0)
         return rows, scalars_R
 
     def gather_sum(
@@ -175,21 +178,22 @@ class CollectiveTransport(Transport):
         if plan.num_tokens == 0:
             return route.tokens_S.new_full((route.num_sent, plan.top_k), -1)
         ranks_TP = torch.arange(self._ep_size, device=route.tokens_S.device).expand_as(route.position_TP)
-        target_S = place_in_rows(ranks_TP, route.position_TP, route.num_sent, missing=-1)
+        # Positions without a token match no slot: slots without a row have rank -1.
+        target_S = place_in_rows(ranks_TP, route.position_TP, route.num_sent, missing=-2)
         here_SK = plan.slot_rank_TK.index_select(0, route.tokens_S) == target_S.unsqueeze(1)
         return torch.where(here_SK, plan.slot_rows_TK.index_select(0, route.tokens_S), -1)
 
     def _receive_tables(self, route: CollectiveRoute, rows_NK: Tensor) -> _Receive:
         plan = route.plan
         rows_NK = rows_NK.long()
-        if plan.sizing.pair_rows is not None:
-            place_M = torch.arange(plan.sizing.pair_rows, device=rows_NK.device)
+        if route.sizing.pair_tokens is None:
+            place_M = torch.arange(route.sizing.pair_rows, device=rows_NK.device)
             filled_PM = place_M < plan.pair_tokens_PP[:, self._rank].unsqueeze(1)
             rows_NK = torch.where(filled_PM.flatten().unsqueeze(1), rows_NK, -1)
         return _Receive(
             rows_NK=rows_NK,
-            source_R=invert_table(rows_NK, plan.sizing.rows, missing=route.num_received),
-            sums=SumTable.build(rows_NK, plan.sizing.rows),
+            source_R=invert_table(rows_NK, route.sizing.rows, missing=route.num_received),
+            sums=SumTable.build(rows_NK, route.sizing.rows),
         )
 
     def _slot_scalars(self, route: CollectiveRoute, returned_SK: Tensor) -> Tensor:
@@ -197,7 +201,7 @@ class CollectiveTransport(Transport):
         plan = route.plan
         if returned_SK.numel() == 0:
             return returned_SK.new_zeros(plan.num_tokens, plan.top_k)
-        position_TK = route.position_TP.gather(1, plan.slot_rank_TK.clamp_max(self._ep_size - 1))
+        position_TK = route.position_TP.gather(1, plan.slot_rank_TK.clamp_min(0))
         slot_K = torch.arange(plan.top_k, device=position_TK.device)
         picked_TK = returned_SK[position_TK.clamp_min(0), slot_K]
         return torch.where((position_TK >= 0) & (plan.slot_rows_TK >= 0), picked_TK, 0)

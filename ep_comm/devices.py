@@ -1,12 +1,21 @@
-"""How much memory is left for a larger buffer."""
+"""What differs between devices in this package, in one place."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["free_memory"]
+__all__ = ["free_memory", "host_reads_are_free"]
 
 _MEMINFO = "/proc/meminfo"
+
+
+def host_reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at a value on ``device`` without waiting for queued work.
+
+    Where it may, shapes follow the data; elsewhere they are bounded by what the host knows, because static
+    mode must not wait for the device. Both ways give the same bits.
+    """
+    return device.type == "cpu"
 
 
 def free_memory(device: torch.device) -> int:
