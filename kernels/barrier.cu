@@ -4,6 +4,8 @@
 
 extern "C" __global__ void __launch_bounds__(MAX_RANKS)
 barrier(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P) {
-    enter_operation(peers, me, P, state, current_epoch(state), timeout_ns, OP_BARRIER);
+    int epoch = current_epoch(state);
+    announce(peers, me, P, epoch);
+    if (threadIdx.x < 32) await_peers(peers, me, P, state, epoch, timeout_ns, OP_BARRIER);
     finish_operation(state);
 }

@@ -86,16 +86,18 @@ __device__ __forceinline__ int current_epoch(const int* state) {
     return *(const volatile int*)(state + STATE_EPOCH) + 1;
 }
 
-// Tells every peer that this rank has entered the operation (so everything it did before on its window
-// is over and the window may be written), and waits until every peer has. All threads; P <= blockDim.x.
-__device__ __forceinline__ void enter_operation(const u64* peers, int me, int P, int* state, int epoch,
-                                                i64 timeout_ns, int op) {
+// Tells every peer that this rank has entered the operation: everything it did before on its window is over
+// and visible, and its window may be written. All threads of all blocks; P <= blockDim.x.
+__device__ __forceinline__ void announce(const u64* peers, int me, int P, int epoch) {
     int r = threadIdx.x;
-    if (r < P && r != me) {
-        if (blockIdx.x == 0) store_release((int*)(peers[r] + READY_OFFSET) + me, epoch);
-        wait_for((const int*)(peers[me] + READY_OFFSET) + r, epoch, state, timeout_ns, op, r);
-    }
-    __syncthreads();
+    if (blockIdx.x == 0 && r < P && r != me) store_release((int*)(peers[r] + READY_OFFSET) + me, epoch);
+}
+// Waits, a warp at a time, until every peer has entered the operation.
+__device__ __forceinline__ void await_peers(const u64* peers, int me, int P, int* state, int epoch,
+                                            i64 timeout_ns, int op) {
+    for (int r = lane_id(); r < P; r += 32)
+        if (r != me) wait_for((const int*)(peers[me] + READY_OFFSET) + r, epoch, state, timeout_ns, op, r);
+    __syncwarp();
 }
 __device__ __forceinline__ void finish_operation(int* state) {
     __syncthreads();
@@ -150,32 +152,29 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 }
 
 // ---- elements ------------------------------------------------------------------------------------
-// NaN becomes the quiet NaN that the CPU gives (0x7fc0 / 0x7e00), not the all-ones one of the GPU's cvt.
-__device__ __forceinline__ float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
-__device__ __forceinline__ u32 float_to_bf16(float x) {
-    u16 h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return x == x ? h : 0x7fc0u;
-}
+// Which NaN comes out of a conversion is left to the hardware; all other values are those of the CPU.
 __device__ __forceinline__ float f16_to_float(u32 bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
     return x;
 }
-__device__ __forceinline__ u32 float_to_f16(float x) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return x == x ? h : 0x7e00u;
-}
 __device__ __forceinline__ float half_to_float(u32 bits) {
-    return DTYPE == 1 ? bf16_to_float(bits) : f16_to_float(bits);
+    return DTYPE == 1 ? __uint_as_float(bits << 16) : f16_to_float(bits);
 }
-__device__ __forceinline__ u32 float_to_half(float x) {
-    return DTYPE == 1 ? float_to_bf16(x) : float_to_f16(x);
+// Two elements of 16 bits, the first in the low half.
+__device__ __forceinline__ u32 to_half_pair(float low, float high) {
+    u32 pair;
+    if (DTYPE == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+__device__ __forceinline__ void from_half_pair(u32 pair, float* f) {
+    f[0] = half_to_float(pair & 0xffff);
+    f[1] = DTYPE == 1 ? __uint_as_float(pair & 0xffff0000u) : half_to_float(pair >> 16);
 }
 // x as it reads after it was stored in the payload dtype.
 __device__ __forceinline__ float round_to_payload(float x) {
-    return DTYPE == 0 ? x : half_to_float(float_to_half(x));
+    return DTYPE == 0 ? x : half_to_float(to_half_pair(x, 0.0f) & 0xffff);
 }
 
 // Unpacks a Vec into VEC_ITEMS floats, and back.
@@ -184,12 +183,8 @@ __device__ __forceinline__ void unpack(const Vec& v, float* f) {
     const u32* w = reinterpret_cast<const u32*>(&v);
 #pragma unroll
     for (int i = 0; i < VEC_BYTES / 4; ++i) {
-        if (DTYPE == 0) {
-            f[i] = __uint_as_float(w[i]);
-        } else {
-            f[2 * i] = half_to_float(w[i] & 0xffff);
-            f[2 * i + 1] = half_to_float(w[i] >> 16);
-        }
+        if (DTYPE == 0) f[i] = __uint_as_float(w[i]);
+        else from_half_pair(w[i], f + 2 * i);
     }
 #else
     f[0] = half_to_float(v);
@@ -201,9 +196,9 @@ __device__ __forceinline__ Vec pack(const float* f) {
     u32* w = reinterpret_cast<u32*>(&v);
 #pragma unroll
     for (int i = 0; i < VEC_BYTES / 4; ++i)
-        w[i] = DTYPE == 0 ? __float_as_uint(f[i]) : float_to_half(f[2 * i]) | (float_to_half(f[2 * i + 1]) << 16);
+        w[i] = DTYPE == 0 ? __float_as_uint(f[i]) : to_half_pair(f[2 * i], f[2 * i + 1]);
 #else
-    v = (Vec)float_to_half(f[0]);
+    v = (Vec)to_half_pair(f[0], 0.0f);
 #endif
     return v;
 }
@@ -219,7 +214,6 @@ __device__ __forceinline__ int segments_of(int H, int most_tokens, int at_least)
 }
 // First element of segment s of n.
 __device__ __forceinline__ int segment_start(int H, int s, int n) {
-    int units = (H + UNIT - 1) / UNIT;
-    int start = (int)((i64)units * s / n) * UNIT;
+    int units = (H + UNIT - 1) / UNIT, start = units * s / n * UNIT;
     return start < H ? start : H;
 }

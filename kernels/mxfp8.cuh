@@ -20,10 +20,7 @@ __device__ __forceinline__ void load_8_items(const void* p, float* f) {
         uint4 a = load_16(q);
         u32 w[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            f[2 * i] = half_to_float(w[i] & 0xffff);
-            f[2 * i + 1] = half_to_float(w[i] >> 16);
-        }
+        for (int i = 0; i < 4; ++i) from_half_pair(w[i], f + 2 * i);
     }
 }
 
@@ -94,8 +91,8 @@ __device__ __forceinline__ Items8 pack_8(const float* f) {
     r.a = make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
     r.b = make_uint4(__float_as_uint(f[4]), __float_as_uint(f[5]), __float_as_uint(f[6]), __float_as_uint(f[7]));
 #else
-    r.a = make_uint4(float_to_half(f[0]) | (float_to_half(f[1]) << 16), float_to_half(f[2]) | (float_to_half(f[3]) << 16),
-                     float_to_half(f[4]) | (float_to_half(f[5]) << 16), float_to_half(f[6]) | (float_to_half(f[7]) << 16));
+    r.a = make_uint4(to_half_pair(f[0], f[1]), to_half_pair(f[2], f[3]), to_half_pair(f[4], f[5]),
+                     to_half_pair(f[6], f[7]));
 #endif
     return r;
 }

@@ -51,7 +51,7 @@ __device__ __forceinline__ float load_item(const void* p, i64 i) {
 }
 __device__ __forceinline__ void store_item(void* p, i64 i, float x) {
     if (DTYPE == 0) ((float*)p)[i] = x;
-    else ((u16*)p)[i] = (u16)float_to_half(x);
+    else ((u16*)p)[i] = (u16)to_half_pair(x, 0.0f);
 }
 
 // 8 products y * grad from element h on, their gradients stored on the way; elements from H on are absent.

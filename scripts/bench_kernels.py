@@ -166,12 +166,6 @@ def check(work: Work) -> None:
     rows, row_weights = work.scatter()
     same("rows", rows, expected)
     same("weights", row_weights, expected_w)
-    tuning = bulk_tuning(work)
-    if tuning:
-        work.plan()
-        same("rows, bulk", work.scatter(tuning=tuning)[0], expected)
-    work.plan()
-    same("rows, pulled", work.scatter(tuning=ops.ScatterTuning(pull=True))[0], expected)
     if work.tokens_TH.shape[1] % 32 == 0:
         work.plan()
         quantised = quantize_mxfp8(expected)
@@ -204,12 +198,6 @@ def check(work: Work) -> None:
         same("scalars", back, torch.where(mine >= 0, expected_back, 0.0))
     if int(window.state[3]):
         raise SystemExit(f"rank {window.rank}: a wait timed out: {window.state.tolist()}")
-
-
-def bulk_tuning(work: Work) -> ops.ScatterTuning | None:
-    if work.tokens_TH.shape[1] * work.tokens_TH.element_size() % 16:
-        return None
-    return ops.ScatterTuning(bulk=True, warps=12, segments=8, lag=2)
 
 
 class Timer:
@@ -263,53 +251,42 @@ class Timer:
 
 
 SCATTERS = {
-    "stores": ops.ScatterTuning(),
-    "stores, 1 segment": ops.ScatterTuning(segments=1),
-    "stores, 2 segments": ops.ScatterTuning(segments=2),
-    "stores, 4 segments": ops.ScatterTuning(segments=4),
-    "stores, lag 0": ops.ScatterTuning(lag=0),
-    "stores, lag 2": ops.ScatterTuning(lag=2),
-    "stores, lag 16": ops.ScatterTuning(lag=16),
-    "stores, 1 block": ops.ScatterTuning(blocks_per_sm=1),
-    "stores, 1 block, 32 warps": ops.ScatterTuning(blocks_per_sm=1, warps=32),
-    "stores, 8 warps x 2, 4 segments": ops.ScatterTuning(warps=8, segments=4),
-    "stores, unroll 2": ops.ScatterTuning(unroll=2),
-    "loads": ops.ScatterTuning(pull=True),
-    "loads, 2 segments": ops.ScatterTuning(pull=True, segments=2),
-    "loads, lag 2": ops.ScatterTuning(pull=True, lag=2),
-    "loads, lag 16": ops.ScatterTuning(pull=True, lag=16),
-    "bulk, 12 x 4 x 4096": ops.ScatterTuning(bulk=True, warps=12, segments=4, lag=2),
-    "bulk, 12 x 4 x 4096, lag 3": ops.ScatterTuning(bulk=True, warps=12, segments=4, lag=3),
-    "bulk, 24 x 4 x 2048": ops.ScatterTuning(bulk=True, warps=24, buffer_bytes=2048, segments=7, lag=2),
-    "bulk, 8 x 6 x 4096, depth 3": ops.ScatterTuning(
-        bulk=True, warps=8, buffers=6, depth=3, segments=4, lag=3
-    ),
-    "bulk, 6 x 4 x 8192": ops.ScatterTuning(bulk=True, warps=6, buffer_bytes=8192, segments=2, lag=2),
-    "bulk, 16 x 3 x 4096, depth 1": ops.ScatterTuning(
-        bulk=True, warps=16, buffers=3, depth=1, segments=4, lag=2
-    ),
-}  # fmt: skip
+    "default": ops.ScatterTuning(),
+    "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
+    "2 segments": ops.ScatterTuning(segments=2),
+    "4 segments": ops.ScatterTuning(segments=4),
+    "lag 1": ops.ScatterTuning(lag=1),
+    "discard": ops.ScatterTuning(discard=1),
+    "streaming stores": ops.ScatterTuning(stream=1),
+    "discard, streaming stores": ops.ScatterTuning(discard=1, stream=1),
+    "discard, streaming stores, lag 1": ops.ScatterTuning(discard=1, stream=1, lag=1),
+    "1 block, 32 warps": ops.ScatterTuning(blocks_per_sm=1, warps=32),
+    "1 block, 24 warps": ops.ScatterTuning(blocks_per_sm=1, warps=24),
+    "3 blocks, 12 warps, unroll 2": ops.ScatterTuning(blocks_per_sm=3, warps=12, unroll=2),
+}
 MXFP8_SCATTERS = {
-    "stores": ops.ScatterTuning(),
-    "stores, 2 segments": ops.ScatterTuning(segments=2),
-    "stores, 4 segments": ops.ScatterTuning(segments=4),
-    "stores, 1 block": ops.ScatterTuning(blocks_per_sm=1),
-    "stores, 1 block, 24 warps": ops.ScatterTuning(blocks_per_sm=1, warps=24),
-    "stores, 8 warps x 3": ops.ScatterTuning(blocks_per_sm=3, warps=8),
-    "stores, lag 2": ops.ScatterTuning(lag=2),
+    "default": ops.ScatterTuning(),
+    "2 segments": ops.ScatterTuning(segments=2),
+    "1 segment": ops.ScatterTuning(segments=1),
+    "1 block, 24 warps": ops.ScatterTuning(blocks_per_sm=1, warps=24),
+    "1 block, 24 warps, 2 segments": ops.ScatterTuning(blocks_per_sm=1, warps=24, segments=2),
+    "8 warps x 3, 2 segments": ops.ScatterTuning(blocks_per_sm=3, warps=8, segments=2),
+    "discard": ops.ScatterTuning(discard=1),
+    "lag 1, 2 segments": ops.ScatterTuning(lag=1, segments=2),
 }
 GATHERS = {
-    "1 block, unroll 2, batch 4": ops.GatherTuning(),
+    "default": ops.GatherTuning(),
+    "16 warps": ops.GatherTuning(warps=16),
+    "24 warps": ops.GatherTuning(warps=24),
+    "16 warps, batch 6": ops.GatherTuning(warps=16, batch=6),
+    "28 warps, batch 3": ops.GatherTuning(warps=28, batch=3),
+    "24 warps, batch 3": ops.GatherTuning(warps=24, batch=3),
+    "2 x 16 warps, batch 2": ops.GatherTuning(warps=16, blocks_per_sm=2, batch=2),
     "2 segments": ops.GatherTuning(segments=2),
+    "1 segment": ops.GatherTuning(segments=1),
     "4 segments": ops.GatherTuning(segments=4),
-    "lag 0": ops.GatherTuning(lag=0),
     "lag 2": ops.GatherTuning(lag=2),
-    "lag 4": ops.GatherTuning(lag=4),
-    "lag 16": ops.GatherTuning(lag=16),
-    "2 blocks, unroll 1": ops.GatherTuning(blocks_per_sm=2, unroll=1),
-    "1 block, unroll 1, batch 8": ops.GatherTuning(unroll=1, batch=8),
-    "1 block, 24 warps, unroll 1": ops.GatherTuning(warps=24, unroll=1),
-    "1 block, 8 warps, unroll 4": ops.GatherTuning(warps=8, unroll=4),
+    "lag 2, 2 segments": ops.GatherTuning(lag=2, segments=2),
 }
 
 
@@ -319,20 +296,17 @@ def compile_all(kernels: CudaKernels) -> None:
 
     scatter = {"DTYPE": 1, "VEC_BYTES": 16}
     jobs: list[tuple[str, dict[str, int]]] = [("barrier.cu", {})]
-    for t in SCATTERS.values():
-        if t.bulk:
-            ring = {"BUFFERS": t.buffers, "BUFFER_BYTES": t.buffer_bytes, "DEPTH": t.depth}
-            jobs.append(("scatter_bulk.cu", scatter | {"WARPS": t.warps} | ring))
     for t, (wire, keep) in itertools.chain(
-        ((t, (0, 0)) for t in SCATTERS.values() if not t.bulk),
+        itertools.product(SCATTERS.values(), ((0, 0),)),
         itertools.product(MXFP8_SCATTERS.values(), ((1, 0), (1, 1))),
     ):
         jobs.append(("scatter.cu", scatter | {
-            "WARPS": t.warps, "WIRE": wire, "OUT_MXFP8": keep, "SCALE_FLOOR": 0,
-            "BLOCKS_PER_SM": t.blocks_per_sm, "UNROLL": t.unroll, "PULL": int(t.pull)}))  # fmt: skip
+            "WIRE": wire, "OUT_MXFP8": keep, "SCALE_FLOOR": 0, "WARPS": t.warps,
+            "BLOCKS_PER_SM": t.blocks_per_sm, "UNROLL": t.unroll, "DISCARD": t.discard,
+            "STREAM": t.stream}))  # fmt: skip
     for t, weighted in itertools.product(GATHERS.values(), (0, 1)):
         jobs.append(("gather.cu", scatter | {
-            "WEIGHTED": weighted, "WARPS": t.warps, "BLOCKS_PER_SM": t.blocks_per_sm, "UNROLL": t.unroll,
+            "WEIGHTED": weighted, "WARPS": t.warps, "BLOCKS_PER_SM": t.blocks_per_sm,
             "BATCH": t.batch}))  # fmt: skip
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: build(job[0], kernels.arch, job[1]), jobs))
@@ -356,7 +330,7 @@ def time_variants(work: Work, timer: Timer, report: Report, quick: bool) -> None
     owner = work.topk_idx_TK // (work.num_experts // work.window.layout.ep_size)
     away = (owner != work.window.rank).any(1).sum()
     bf16, mx = int(away) * hidden * 2.0, int(away) * (hidden + scale_row_bytes(hidden)) * 1.0
-    for sms in (None,) if quick else (None, 64, 24):
+    for sms in (None,) if quick else (None, 24):
         work.num_sms = sms
         label = f"{sms or 'all'} SMs"
         for name, tuning in SCATTERS.items():

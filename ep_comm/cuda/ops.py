@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..mxfp8 import MXFP8Tensor, scale_row_bytes
 from ..status import HEADER_WORDS
 from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 _PLAN_WARPS = 8
-_PLAN_ITEMS_PER_WARP = 128
+_PLAN_ITEMS_PER_WARP = (128, 256, 512)
+_PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
 _ROW_WARPS = 8
 
 
@@ -105,33 +107,26 @@ class ScatterTuning:
     """How :func:`scatter_rows` runs. ``segments`` and ``lag`` must be equal on all ranks.
 
     Attributes:
-        bulk: bulk copies through shared memory instead of loads and stores (payload as is only).
-        warps, blocks_per_sm, unroll: shape of the launch (``unroll`` only without ``bulk``).
+        warps, blocks_per_sm, unroll: shape of the launch, and loads in flight of a lane.
         segments: least number of segments a row is cut into; fewer tokens give more.
         lag: rounds between sending a segment and waiting for the peer's of the same number.
-        buffers, buffer_bytes, depth: the ring of each warp (``bulk``).
-        pull: publish locally and load over the link (for comparison).
     """
 
-    bulk: bool = False
     warps: int = 16
     blocks_per_sm: int = 2
     unroll: int = 4
     segments: int = 7
-    lag: int = 1
-    buffers: int = 4
-    buffer_bytes: int = 4096
-    depth: int = 2
-    pull: bool = False
+    lag: int = 0
+    discard: int = 0
+    stream: int = 0
 
 
 @dataclass(frozen=True)
 class GatherTuning:
-    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows loaded before one is added."""
+    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows a lane loads at a time."""
 
-    warps: int = 16
+    warps: int = 20
     blocks_per_sm: int = 1
-    unroll: int = 2
     batch: int = 4
     segments: int = 7
     lag: int = 1
@@ -148,7 +143,7 @@ def plan(
     max_tokens: int,
     alignment: int,
 ) -> PlanTables:
-    """Count, exchange the counts, and derive where every slot lands; two kernels.
+    """Count, exchange the counts, and derive where every slot lands; one kernel.
 
     Args:
         header: int32 ``[HEADER_WORDS]`` on the device: status words of this rank with token count and budget.
@@ -173,26 +168,26 @@ def plan(
         slot_rows_TK=new(num_tokens, top_k),
         slot_ranks_TK=new(num_tokens, top_k),
     )
+    items = num_tokens * top_k
+    per_warp = next(
+        (n for n in _PLAN_ITEMS_PER_WARP if items <= n * _PLAN_WARPS * kernels.num_sms),
+        _PLAN_ITEMS_PER_WARP[-1],
+    )
+    blocks = max(1, -(-items // (_PLAN_WARPS * per_warp)))
+    if blocks > _PLAN_BLOCKS_PER_SM * kernels.num_sms:
+        raise ArgumentError(
+            f"rank {window.rank}: topk_idx has {num_tokens} x {top_k} slots, more than the "
+            f"{_PLAN_BLOCKS_PER_SM * kernels.num_sms * _PLAN_WARPS * per_warp} that the plan kernel takes"
+        )
     defines = {
-        "IDX64": int(topk_idx_TK.dtype == torch.int64),
-        "WARPS": _PLAN_WARPS,
-        "ITEMS_PER_WARP": _PLAN_ITEMS_PER_WARP,
-    }
-    blocks = max(1, -(-num_tokens * top_k // (_PLAN_WARPS * _PLAN_ITEMS_PER_WARP)))
-    block_counts = new(blocks, ranks + num_experts)
-    counts_offset = np.int64(layout.counts_offset)
-    sizes = num_tokens, top_k, num_experts
+        "IDX64": int(topk_idx_TK.dtype == torch.int64), "WARPS": _PLAN_WARPS, "ITEMS_PER_WARP": per_warp
+    }  # fmt: skip
     kernels.launch(
-        "plan.cu", "plan_count", defines, blocks, _PLAN_WARPS * 32,
-        (window.peers, window.state, window.rank, ranks, counts_offset, header, topk_idx_TK, *sizes,
-         block_counts, window.first_bad),
-        shared_bytes=(ranks + num_experts) * 4,
-    )  # fmt: skip
-    kernels.launch(
-        "plan.cu", "plan_rows", defines, blocks, _PLAN_WARPS * 32,
-        (*window._common(), counts_offset, topk_idx_TK, topk_weights_TK, *sizes, max_tokens, alignment,
-         block_counts, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
-        shared_bytes=(_PLAN_WARPS + 2) * num_experts * 4,
+        "plan.cu", "plan", defines, blocks, _PLAN_WARPS * 32,
+        (*window._common(), np.int64(layout.counts_offset), header, topk_idx_TK, topk_weights_TK,
+         num_tokens, top_k, num_experts, max_tokens, alignment, new(blocks, ranks + num_experts),
+         window.first_bad, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
+        shared_bytes=((_PLAN_WARPS + 2) * num_experts + ranks) * 4,
     )  # fmt: skip
     return tables
 
@@ -237,40 +232,37 @@ def scatter_rows(
     out = torch.empty(num_rows, hidden, dtype=out_dtype, device=device)
     scales = torch.empty(num_rows, hidden // 32, dtype=torch.uint8, device=device) if keep_mxfp8 else None
 
-    vec = vector_bytes(hidden * rows_TH.element_size(), rows_TH, out)
-    tuning = tuning or default_scatter_tuning(hidden, rows_TH.element_size(), mxfp8, vec, num_sms)
-    defines = {"DTYPE": DTYPE_CODE[rows_TH.dtype], "VEC_BYTES": vec, "WARPS": tuning.warps}
-    shared = 0
-    if tuning.bulk:
-        shared = tuning.warps * tuning.buffers * tuning.buffer_bytes
-        defines |= {"BUFFERS": tuning.buffers, "BUFFER_BYTES": tuning.buffer_bytes, "DEPTH": tuning.depth}
-        file, name, blocks_per_sm = "scatter_bulk.cu", "scatter_rows_bulk", 1
-    else:
-        blocks_per_sm = tuning.blocks_per_sm
-        defines |= {
-            "WIRE": int(mxfp8), "OUT_MXFP8": int(keep_mxfp8), "SCALE_FLOOR": SCALE_FLOOR[rounding],
-            "BLOCKS_PER_SM": blocks_per_sm, "UNROLL": tuning.unroll, "PULL": int(tuning.pull),
-        }  # fmt: skip
-        file, name = "scatter.cu", "scatter_rows"
-    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * blocks_per_sm
+    if mxfp8 and rows_TH.data_ptr() % 16:
+        rows_TH = rows_TH.clone()  # a view at an odd place; the codec reads 16 bytes at a time
+    tuning = tuning or default_scatter_tuning(num_sms)
+    defines = {
+        "DTYPE": DTYPE_CODE[rows_TH.dtype],
+        "VEC_BYTES": vector_bytes(hidden * rows_TH.element_size(), rows_TH, out),
+        "WIRE": int(mxfp8),
+        "OUT_MXFP8": int(keep_mxfp8),
+        "SCALE_FLOOR": SCALE_FLOOR[rounding],
+        "WARPS": tuning.warps,
+        "BLOCKS_PER_SM": tuning.blocks_per_sm,
+        "UNROLL": tuning.unroll,
+        "DISCARD": tuning.discard,
+        "STREAM": tuning.stream,
+    }
+    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm
     kernels.launch(
-        file, name, defines, grid, tuning.warps * 32,
+        "scatter.cu", "scatter_rows", defines, grid, tuning.warps * 32,
         (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
          np.int64(layout.flags_offset), np.int64(layout.pitch), rows_TH, tables.slot_rows_TK,
          tables.slot_ranks_TK, source, source_weights, kept, weights_R, tables.token_counts_P,
          tables.tokens_per_expert_L, tables.expert_offsets_L1, tables.tokens_per_expert_L.numel(), alignment,
          np.int64(num_rows), int(zero_tail), out, scales, tuning.segments, tuning.lag),
-        shared_bytes=shared,
     )  # fmt: skip
     rows = out if scales is None else MXFP8Tensor(out, scales)
     return rows, weights_R, kept if first else recv_rows_PTK
 
 
-def default_scatter_tuning(
-    hidden: int, itemsize: int, mxfp8: bool, vec: int, num_sms: int | None
-) -> ScatterTuning:
+def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
     """The measured choice (docs/kernels.md). Depends only on what all ranks have in common."""
-    return ScatterTuning()
+    return ScatterTuning(segments=1, lag=1) if num_sms is not None and num_sms < 48 else ScatterTuning()
 
 
 def gather_sum(
@@ -311,7 +303,6 @@ def gather_sum(
         "WEIGHTED": int(row_weights_R is not None),
         "WARPS": tuning.warps,
         "BLOCKS_PER_SM": tuning.blocks_per_sm,
-        "UNROLL": tuning.unroll,
         "BATCH": tuning.batch,
     }
     grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm

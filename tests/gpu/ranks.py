@@ -42,6 +42,13 @@ class EmulatedRanks:
             )
             for rank in ranks
         ]
+        # A kernel that waits for another rank's, which is not launched yet, must not meet a cudaMalloc that
+        # waits for it: give every stream's pool enough memory beforehand.
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                pool = [torch.empty(1 << 19, dtype=torch.uint8, device=self.device) for _ in range(32)]
+                pool.append(torch.empty(1 << 27, dtype=torch.uint8, device=self.device))
+                del pool
         torch.cuda.synchronize()
 
     def each(self, call: Callable[[int, Window], Result]) -> list[Result]:

@@ -73,7 +73,12 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """The same bits; a NaN may be any NaN, as conversions of it differ even between CPUs."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    if actual.dtype.is_floating_point:
+        actual, expected = actual.cpu(), expected.cpu()
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = (x.masked_fill(x.isnan(), 0.0) for x in (actual, expected))
     assert torch.equal(bits(actual), bits(expected))
 
 
@@ -84,9 +89,7 @@ class Run:
         self.case = case
         self.max_tokens = max(*case.counts, 1) + 1
         row_bytes = max(case.hidden * 4, case.hidden + scale_row_bytes(case.hidden + -case.hidden % 32))
-        layout = WindowLayout(
-            len(case.counts), case.experts, case.top_k, self.max_tokens, row_bytes
-        )
+        layout = WindowLayout(len(case.counts), case.experts, case.top_k, self.max_tokens, row_bytes)
         self.ranks = EmulatedRanks(layout)
         self.budget = NO_LIMIT if budget is None else budget
         self.kernels = self.ranks.kernels
@@ -206,8 +209,8 @@ def test_scatter(run: Run) -> None:
 @pytest.mark.parametrize(
     "variant",
     [
-        dict(pull=True),
         dict(lag=3, segments=1),
+        dict(discard=1, stream=1),
         dict(warps=4, blocks_per_sm=1, unroll=1),
         dict(lag=0, segments=3),
     ],
@@ -217,19 +220,6 @@ def test_scatter_variants_agree(run: Run, variant: dict[str, int]) -> None:
     rows, _ = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
     for actual, expected in zip(run.scatter(tuning=ops.ScatterTuning(**variant)), rows, strict=True):
         assert_same(actual[0][: len(expected)], expected)
-
-
-@pytest.mark.parametrize("variant", [{}, dict(warps=4, buffers=6, depth=3, lag=5)], ids=str)
-def test_scatter_bulk_agrees(run: Run, variant: dict[str, int]) -> None:
-    if run.case.hidden * run.case.tokens[0].element_size() % 16:
-        pytest.skip("bulk copies need rows of a multiple of 16 bytes")
-    tuning = ops.ScatterTuning(**({"bulk": True, "warps": 8, "lag": 2, "segments": 8} | variant))
-    rows, weights = reference.dispatch(run.case.plan, run.case.tokens, run.case.weights)
-    for rank, (actual, row_weights, _) in enumerate(run.scatter(tuning=tuning)):
-        used = rows[rank].shape[0]
-        assert_same(actual[:used], rows[rank])
-        assert_same(row_weights[:used], weights[rank])
-        assert not actual[used:].any()
 
 
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
@@ -263,7 +253,7 @@ def test_scatter_again_uses_the_kept_table(run: Run) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("variant", [{}, dict(warps=4, unroll=1, batch=3, segments=1, lag=2)], ids=str)
+@pytest.mark.parametrize("variant", [{}, dict(warps=4, batch=3, segments=1, lag=2)], ids=str)
 def test_gather(run: Run, weighted: bool, variant: dict[str, int]) -> None:
     case, device = run.case, run.ranks.device
     outputs = [y.to(device) for y in case.rows_of]
@@ -322,6 +312,7 @@ def test_operations_follow_each_other_without_host_syncs() -> None:
     headers = [run.header(rank) for rank in range(3)]
     torch.cuda.synchronize()
     for step in range(20):
+
         def call(rank: int, window: ops.Window, step: int = step) -> None:
             if (step + rank) % 3 == 0:
                 torch.cuda._sleep(200_000)
@@ -383,10 +374,9 @@ def test_codec_decodes_every_byte_and_scale() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
     wire = torch.cat([elements, scales], 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        actual = ops.dequantize_rows(kernels, wire.cuda(), 256, dtype).cpu()
-        expected = dequantize_packed(wire, 256, dtype)
-        assert torch.equal(actual.isnan(), expected.isnan())
-        assert torch.equal(bits(actual.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
+        assert_same(
+            ops.dequantize_rows(kernels, wire.cuda(), 256, dtype), dequantize_packed(wire, 256, dtype)
+        )
 
 
 @pytest.mark.parametrize("hidden", [1, 5, 96, 256, 257, 512, 2880, 4096, 7168])
