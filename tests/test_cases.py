@@ -105,7 +105,7 @@ def bad_then_good(rank: int, world_size: int, mode: str) -> tuple[Caught, dict[s
     case = by_name("id_out_of_range")
     topk_idx = torch.tensor(case["bad_call"]["topk_idx"][rank])
     tokens = torch.ones(len(topk_idx), case["hidden_size"], dtype=torch.bfloat16)
-    with ep_comm.Dispatcher(config_of(case, mode, "bf16")) as dispatcher:
+    with ep_comm.Dispatcher(config_of(case, mode, "bf16"), name="layer") as dispatcher:
         if mode == "eager":
             bad = expect_error(dispatcher.dispatch, tokens, topk_idx, torch.ones(topk_idx.shape))
         else:

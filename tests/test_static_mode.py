@@ -186,7 +186,7 @@ def test_dropping_keeps_the_rows_that_fit(apply_weights: bool) -> None:
 def bad_ids(rank: int, world_size: int) -> list[Caught]:
     """One id out of range on rank 1, in several ways: the step runs on, the check raises everywhere, once."""
     caught = []
-    with ep_comm.Dispatcher(make_config()) as dispatcher:
+    with ep_comm.Dispatcher(make_config(), name="layer") as dispatcher:
         for bad, dtype in (
             (4, torch.int32),
             (-2, torch.int64),
