@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["free_memory", "host_reads_are_free"]
+__all__ = ["free_memory", "host_reads_are_free", "is_capturing"]
 
 _MEMINFO = "/proc/meminfo"
 
@@ -16,6 +16,11 @@ def host_reads_are_free(device: torch.device) -> bool:
     mode must not wait for the device. Both ways give the same bits.
     """
     return device.type == "cpu"
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work for ``device`` is being captured in a CUDA graph at the moment."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def free_memory(device: torch.device) -> int:

@@ -156,7 +156,7 @@ class Dispatcher:
             tokens, topk_idx, topk_weights = self._no_tokens()
         sequence, self._sequence = self._sequence, self._sequence + 1
         ledger = current_ledger()
-        if ledger is not None and self.config.mode == "static":
+        if ledger is not None:
             ledger.enter(self)
         exact = self.config.mode == "eager" or (ledger is not None and ledger.exact)
         plan, sizing = self._plan(tokens, topk_idx, topk_weights, fault, sequence, exact)
@@ -304,7 +304,7 @@ class Dispatcher:
         """
         ledger = StepLedger(exact=False)
         ledger.dispatchers.append(self)
-        (demand,) = ledger.read()
+        ((_, demand),) = ledger.parse(ledger.device_words().tolist()).demands
         if demand.fault_rank >= 0:
             self.record.reset()
             raise self.recorded_error(demand)
@@ -389,6 +389,11 @@ class Dispatcher:
         static = self.config.mode == "static"
         if not exact and not devices.host_reads_are_free(matrix_PX.device):
             return Sizing(rows=limit, pair_rows=self.pair_rows)
+        if devices.is_capturing(matrix_PX.device):
+            raise EPError(
+                f"rank {self.rank}: {self.name} is in eager mode and cannot be captured in a CUDA graph: the size of "
+                f"its buffers is read on the host; use mode='static'"
+            )
         host_PX = self._to_host(matrix_PX)
         raise_reported(self, host_PX, Operation.DISPATCH, fault, recorded=static)
         if not exact:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .plan import RoutingPlan
@@ -21,7 +22,7 @@ from .status import HEADER_WORDS, Word
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["DispatchRecord", "Demand", "StepLedger", "current_ledger"]
+__all__ = ["Demand", "DispatchRecord", "StepLedger", "Verdict", "current_ledger"]
 
 _FAULT_WORDS = HEADER_WORDS - Word.FAULT
 
@@ -47,6 +48,25 @@ class Demand:
     fault_words: list[int]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks agree on after an attempt, and what this rank's dispatchers needed.
+
+    Attributes:
+        overflow: somewhere a budget was too small.
+        failed: somewhere routing was invalid.
+        demands: of this rank's dispatchers.
+    """
+
+    overflow: bool
+    failed: bool
+    demands: list[tuple[Dispatcher, Demand]]
+
+
+# Words of a record before the fault words and the required rows of each rank.
+_OVERFLOW, _PAIR_PEAK, _TOKENS_SENT, _FAULT_RANK = range(4)
+
+
 class DispatchRecord:
     """Device-side peaks over dispatches: one int64 vector, updated in place and read in one copy.
 
@@ -54,37 +74,36 @@ class DispatchRecord:
     """
 
     def __init__(self, ep_size: int, device: torch.device) -> None:
-        self.ep_size = ep_size
         self.words = torch.zeros(4 + _FAULT_WORDS + ep_size, dtype=torch.int64, device=device)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; a device operation, so that it can stand at the start of a captured step."""
         self.words.zero_()
-        self.words[3].fill_(-1)
+        self.words[_FAULT_RANK].fill_(-1)
 
     def add(self, plan: RoutingPlan, header_PX: Tensor) -> None:
         """Enter one dispatch. No host sync."""
         words, required = self.words, self.words[4 + _FAULT_WORDS :]
-        words[0].copy_(torch.maximum(words[0], (plan.overflow != 0).long()))
-        words[1].copy_(torch.maximum(words[1], plan.pair_tokens_PP.max()))
+        words[_OVERFLOW].copy_(torch.maximum(words[_OVERFLOW], (plan.overflow != 0).long()))
+        words[_PAIR_PEAK].copy_(torch.maximum(words[_PAIR_PEAK], plan.pair_tokens_PP.max()))
         sent_P = plan.pair_tokens_PP[plan.rank]
-        words[2].add_(sent_P.sum() - sent_P[plan.rank])
+        words[_TOKENS_SENT].add_(sent_P.sum() - sent_P[plan.rank])
         required.copy_(torch.maximum(required, plan.required_rows_P))
         faults_P = header_PX[:, Word.FAULT] != 0
         # index_select: indexing with a tensor of no dimensions would read it on the host.
         first = faults_P.to(torch.uint8).argmax().view(1)
         fault = torch.cat([first, header_PX.index_select(0, first)[0, Word.FAULT :].long()])
-        fresh = faults_P.any() & (words[3] < 0)
-        words[3 : 4 + _FAULT_WORDS].copy_(torch.where(fresh, fault, words[3 : 4 + _FAULT_WORDS]))
+        kept = words[_FAULT_RANK : 4 + _FAULT_WORDS]
+        kept.copy_(torch.where(faults_P.any() & (kept[0] < 0), fault, kept))
 
     def parse(self, words: list[int]) -> Demand:
         """Interpret the words after they have been copied to the host."""
         return Demand(
-            overflowed=bool(words[0]),
-            pair_tokens=words[1],
-            tokens_sent=words[2],
-            fault_rank=words[3],
+            overflowed=bool(words[_OVERFLOW]),
+            pair_tokens=words[_PAIR_PEAK],
+            tokens_sent=words[_TOKENS_SENT],
+            fault_rank=words[_FAULT_RANK],
             fault_words=words[4 : 4 + _FAULT_WORDS],
             required_rows=words[4 + _FAULT_WORDS :],
         )
@@ -95,15 +114,20 @@ class StepLedger:
 
     Attributes:
         exact: dispatches size their buffers exactly instead of by budget (a replay).
-        dispatchers: in the order of their first dispatch.
+        dispatchers: the static ones, in the order of their first dispatch.
+        eager: whether a dispatcher in eager mode took part, which cannot be captured.
     """
 
     def __init__(self, *, exact: bool) -> None:
         self.exact = exact
+        self.eager = False
         self.dispatchers: list[Dispatcher] = []
 
     def enter(self, dispatcher: Dispatcher) -> None:
         """Note that ``dispatcher`` takes part; its record starts afresh with the first dispatch of the step."""
+        if dispatcher.budget is None:
+            self.eager = True
+            return
         if not any(known is dispatcher for known in self.dispatchers):
             self.dispatchers.append(dispatcher)
             dispatcher.record.reset()
@@ -123,20 +147,38 @@ class StepLedger:
         finally:
             _current = None
 
-    def read(self) -> list[Demand]:
-        """Copy the records of all dispatchers to the host: one small read, the only sync of a step."""
-        if not self.dispatchers:
-            return []
-        parts = []
+    def device_words(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Verdict and records of all dispatchers as one int64 vector on their device; no host sync.
+
+        The first two words say whether anything overflowed and whether anything failed, anywhere in ``group``
+        if one is given. Ranks of a dispatcher's own group agree without it.
+        """
+        records = [dispatcher.record.words for dispatcher in self.dispatchers]
+        overflow = torch.stack([words[_OVERFLOW] for words in records]).amax()
+        failed = torch.stack([words[_FAULT_RANK] for words in records]).amax() >= 0
+        flags = torch.stack([overflow, failed.to(overflow.dtype)])
+        if group is not None:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        statuses = [dispatcher.device_status() for dispatcher in self.dispatchers]
+        return torch.cat([flags, *records, *(status.long() for status in statuses if status is not None)])
+
+    def parse(self, words: list[int]) -> Verdict:
+        """Interpret :meth:`device_words` on the host.
+
+        Raises:
+            PeerLostError: a kernel gave up waiting for a peer.
+        """
+        flat = iter(words)
+        overflow, failed = bool(next(flat)), bool(next(flat))
+        demands = [
+            (dispatcher, dispatcher.record.parse([next(flat) for _ in range(dispatcher.record.words.numel())]))
+            for dispatcher in self.dispatchers
+        ]
         for dispatcher in self.dispatchers:
-            parts.append(dispatcher.record.words)
             status = dispatcher.device_status()
-            parts.append(dispatcher.record.words[:0] if status is None else status.long())
-        flat = iter(torch.cat(parts).tolist())
-        words = [[next(flat) for _ in range(part.numel())] for part in parts]
-        for dispatcher, status in zip(self.dispatchers, words[1::2]):
-            dispatcher.raise_device_error(status)
-        return [d.record.parse(record) for d, record in zip(self.dispatchers, words[::2])]
+            if status is not None:
+                dispatcher.raise_device_error([next(flat) for _ in range(status.numel())])
+        return Verdict(overflow, failed, demands)
 
 
 _current: StepLedger | None = None

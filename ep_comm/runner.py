@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .capture import GraphCache
 from .devices import free_memory
 from .dispatcher import Dispatcher
 from .errors import BudgetExceededError, ConfigError, EPError
-from .ledger import Demand, StepLedger
+from .ledger import StepLedger, Verdict
 from .snapshot import StateSnapshot
 
 __all__ = ["LayerBudget", "StepRunner"]
@@ -52,15 +53,6 @@ class LayerBudget:
     overflows: int
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What the ranks agree on after an attempt, and what this rank's dispatchers needed."""
-
-    overflow: bool
-    failed: bool
-    demands: list[tuple[Dispatcher, Demand]]
-
-
 class StepRunner:
     """Runs training steps so that an overflow of a static budget costs one replay and loses nothing.
 
@@ -76,7 +68,9 @@ class StepRunner:
         optimizer: one optimizer or several.
         group: all ranks that train together (data-parallel replicas included); None takes the default group.
             Where it is larger than a dispatcher's group, one small all-reduce a step agrees on the verdict.
-        capture: CUDA graphs: ``"auto"``, ``"always"`` or ``"never"``.
+        capture: CUDA graphs: ``"auto"`` captures on GPUs once a batch shape has been seen twice and goes on
+            without where that fails; ``"always"`` raises where it fails; ``"never"``. Batches must then be made
+            of tensors and containers. What else ``step_fn`` does on the host happens only while capturing.
         check: ``"every_step"`` reads the verdict of each step before it is committed.
         headroom: how much more than required a grown budget holds, 0.1 = 10 %.
         extra_state: further things a step changes: tensors, or objects with ``state_dict`` and
@@ -100,8 +94,8 @@ class StepRunner:
     ) -> None:
         if capture not in ("auto", "always", "never"):
             raise ConfigError(f"capture must be 'auto', 'always' or 'never', got {capture!r}")
-        if capture == "always":
-            raise ConfigError("capture='always' needs CUDA graphs, which this version does not make; use 'auto'")
+        if capture == "always" and not torch.cuda.is_available():
+            raise ConfigError("capture='always' needs a CUDA GPU, and torch sees none; use 'auto' or 'never'")
         if check != "every_step":
             raise ConfigError(f"check must be 'every_step', got {check!r}")
         if not 0.0 <= headroom <= 10.0:
@@ -112,6 +106,12 @@ class StepRunner:
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self._headroom = headroom
         self._snapshot = StateSnapshot(model, extra_state)
+        self._graphs: GraphCache | None = None
+        if capture != "never" and torch.cuda.is_available():
+            self._graphs = GraphCache(
+                step_fn, self._optimizers, self._zero_grad, required=capture == "always"
+            )
+        self._latest: StepLedger | None = None
         self._seen: list[Dispatcher] = []
         self._pending: dict[str, dict[str, Any]] = {}
         self.steps = 0
@@ -134,9 +134,10 @@ class StepRunner:
         """
         self._snapshot.take()
         try:
-            result, verdict = self._attempt(batch, exact=False)
+            result, verdict, updated = self._first_attempt(batch)
             self._raise_failure(verdict)
             if verdict.overflow:
+                updated = False
                 self._snapshot.restore()
                 self._count_overflows(verdict)
                 result, verdict = self._attempt(batch, exact=True)
@@ -148,12 +149,23 @@ class StepRunner:
             self._snapshot.restore()
             self._zero_grad()
             raise
-        for optimizer in self._optimizers:
-            optimizer.step()
+        if not updated:
+            for optimizer in self._optimizers:
+                optimizer.step()
         for dispatcher, demand in verdict.demands:
             dispatcher.budget.note(demand)
         self.steps += 1
         return result
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return self._graphs.captures if self._graphs is not None else 0
+
+    @property
+    def graph_replays(self) -> int:
+        """Steps that were launched as a CUDA graph so far."""
+        return self._graphs.replays if self._graphs is not None else 0
 
     def budgets(self) -> list[LayerBudget]:
         """The static dispatchers seen so far, in the order of their first dispatch."""
@@ -187,44 +199,59 @@ class StepRunner:
 
     # -- one attempt ---------------------------------------------------------------------------------
 
-    def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, _Verdict]:
+    def _first_attempt(self, batch: Any) -> tuple[Any, Verdict, bool]:
+        """On the present budgets; says also whether the optimizers have stepped."""
+        if self._graphs is not None:
+            captured = self._graphs.find(batch, self._latest, self._agreeing_group(self._latest))
+            if captured is not None:
+                result = captured.launch(batch)
+                return result, captured.verdict(), captured.updates
+        result, verdict = self._attempt(batch, exact=False)
+        if self._graphs is not None:
+            self._graphs.note_uncaptured(batch)
+        return result, verdict, False
+
+    def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, Verdict]:
         self._zero_grad()
         ledger = StepLedger(exact=exact)
         with ledger.open():
             result = self._step_fn(batch)
+        self._latest = ledger
         self._meet(ledger)
-        demands = list(zip(ledger.dispatchers, ledger.read()))
-        overflow = any(demand.overflowed for _, demand in demands)
-        failed = any(demand.fault_rank >= 0 for _, demand in demands)
-        overflow, failed = self._agree(ledger, overflow, failed)
-        return result, _Verdict(overflow, failed, demands)
+        return result, self._read(ledger)
 
-    def _agree(self, ledger: StepLedger, overflow: bool, failed: bool) -> tuple[bool, bool]:
-        """The verdict of all training ranks. Ranks of one dispatcher's group agree already."""
-        if self._group is None:
-            return overflow, failed
+    def _read(self, ledger: StepLedger) -> Verdict:
+        """The agreed verdict: one small read."""
+        group = self._agreeing_group(ledger)
+        if ledger.dispatchers:
+            return ledger.parse(ledger.device_words(group).tolist())
+        if group is None:
+            return Verdict(False, False, [])
+        # A rank without a dispatcher of its own, a pipeline stage say, joins the verdict of the others.
+        flags = torch.zeros(2, dtype=torch.int64, device=_device_of(group))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        return Verdict(bool(flags[0]), bool(flags[1]), [])
+
+    def _agreeing_group(self, ledger: StepLedger | None) -> dist.ProcessGroup | None:
+        """The group over which the verdict has to be reduced; None where the ranks agree already."""
+        if self._group is None or ledger is None:
+            return None
         world = dist.get_world_size(self._group)
         if world == 1 or (ledger.dispatchers and all(d.ep_size == world for d in ledger.dispatchers)):
-            return overflow, failed
-        if not self._seen and not _named_dispatchers(self._model):
-            return overflow, failed
-        flags = torch.tensor([overflow, failed], dtype=torch.int32, device=_device(ledger, self._group))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flags[0]), bool(flags[1])
+            return None
+        return self._group
 
     def _meet(self, ledger: StepLedger) -> None:
         for dispatcher in ledger.dispatchers:
             if not any(known is dispatcher for known in self._seen):
                 self._seen.append(dispatcher)
-                if self._adopt(dispatcher):
-                    continue
+                self._adopt(dispatcher)
 
-    def _adopt(self, dispatcher: Dispatcher) -> bool:
+    def _adopt(self, dispatcher: Dispatcher) -> None:
         """Give the dispatcher the budget that was loaded under its name, if any."""
         state = self._pending.pop(self._name(dispatcher), None)
         if state is not None:
             dispatcher.load_state_dict(state)
-        return state is not None
 
     def _zero_grad(self) -> None:
         for optimizer in self._optimizers:
@@ -232,7 +259,7 @@ class StepRunner:
 
     # -- verdicts ------------------------------------------------------------------------------------
 
-    def _raise_failure(self, verdict: _Verdict) -> None:
+    def _raise_failure(self, verdict: Verdict) -> None:
         if not verdict.failed:
             return
         for dispatcher, demand in verdict.demands:
@@ -240,7 +267,7 @@ class StepRunner:
                 raise dispatcher.recorded_error(demand, layer=self._name(dispatcher))
         raise EPError("the step failed on another data-parallel replica, whose ranks say why")
 
-    def _raise_exceeded(self, verdict: _Verdict) -> None:
+    def _raise_exceeded(self, verdict: Verdict) -> None:
         """After a replay an overflow means that the ceiling itself was not enough."""
         if not verdict.overflow:
             return
@@ -257,11 +284,11 @@ class StepRunner:
             allowed_rows=0,
         )
 
-    def _count_overflows(self, verdict: _Verdict) -> None:
+    def _count_overflows(self, verdict: Verdict) -> None:
         for dispatcher, demand in verdict.demands:
             dispatcher.budget.overflows += demand.overflowed
 
-    def _grow(self, verdict: _Verdict) -> None:
+    def _grow(self, verdict: Verdict) -> None:
         """Grow the budgets that were too small, if the memory is there on every rank."""
         growth = [(d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands]
         total = sum(more for _, _, more in growth)
@@ -294,9 +321,7 @@ def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
     }
 
 
-def _device(ledger: StepLedger, group: dist.ProcessGroup) -> torch.device:
-    if ledger.dispatchers:
-        return ledger.dispatchers[0].device
+def _device_of(group: dist.ProcessGroup) -> torch.device:
     if "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

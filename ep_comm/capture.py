@@ -1,0 +1,209 @@
+"""A training step as one CUDA graph: when to capture, what is captured, and how it is fed.
+
+A captured step holds forward, backward, gradient reduction, the agreed verdict and, where the optimizers can
+be told on the device to skip, the optimizer step. Graphs are kept by signature: the structure, shapes and
+dtypes of the batch, and the budgets in force. A batch of another shape is another signature, so that a graph
+is never fed what it was not captured for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .errors import EPError
+from .ledger import StepLedger, Verdict
+
+__all__ = ["CapturedStep", "GraphCache", "optimizers_can_skip"]
+
+log = logging.getLogger("ep_comm")
+
+# Steps of a signature that run uncaptured first: lazy initialisation, and the optimizer's state, must not
+# end up inside a graph.
+_WARM_UP = 2
+
+
+def optimizers_can_skip(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether every optimizer can be captured and skips its step on a device-side flag (``found_inf``)."""
+    return all(
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") and group.get("capturable", True) for group in optimizer.param_groups)
+        for optimizer in optimizers
+    )
+
+
+def step_unless(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
+    """``optimizer.step()`` that leaves parameters and state alone where ``skip`` (fp32, no dimensions) is 1."""
+    for optimizer in optimizers:
+        optimizer.grad_scale, optimizer.found_inf = None, skip
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+
+@dataclass
+class CapturedStep:
+    """One graph with its static inputs and outputs.
+
+    Attributes:
+        ledger: the dispatchers whose records the verdict words hold.
+        updates: the optimizer step is inside the graph, and is skipped on the device on a bad verdict.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    result: Any
+    words: Tensor
+    ledger: StepLedger
+    gradients: list[tuple[torch.nn.Parameter, Tensor | None]]
+    updates: bool
+    host_words: Tensor
+    event: torch.cuda.Event
+
+    def launch(self, batch: Any) -> Any:
+        """Copy the batch in and replay; returns copies of what ``step_fn`` returned. Does not wait."""
+        for static, given in zip(self.inputs, _tensors(batch)):
+            static.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        self.host_words.copy_(self.words, non_blocking=True)
+        self.event.record()
+        return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self.result)
+
+    def verdict(self) -> Verdict:
+        """Wait for the verdict of the latest launch: the one small read of a step."""
+        self.event.synchronize()
+        return self.ledger.parse(self.host_words.tolist())
+
+
+class GraphCache:
+    """Decides when a step is captured and keeps the graphs.
+
+    Args:
+        step_fn: the user's step.
+        optimizers: stepped inside the graph where they can skip.
+        zero_grad: drops all gradients.
+        required: ``capture="always"``: raise where a step cannot be captured, instead of going on without.
+        max_graphs: the least recently used graph is dropped beyond this.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[Any], Any],
+        optimizers: list[torch.optim.Optimizer],
+        zero_grad: Callable[[], None],
+        *,
+        required: bool,
+        max_graphs: int = 8,
+    ) -> None:
+        self._step_fn = step_fn
+        self._optimizers = optimizers
+        self._zero_grad = zero_grad
+        self._required = required
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Hashable, CapturedStep] = OrderedDict()
+        self._seen: dict[Hashable, int] = {}
+        self._pool: Any = None
+        self._given_up = False
+        self.captures = 0
+        """Graphs captured so far."""
+        self.replays = 0
+        """Graph launches so far."""
+
+    def note_uncaptured(self, batch: Any) -> None:
+        """Count a committed step that ran without a graph towards the warm-up of its batch signature."""
+        key = _batch_signature(batch)
+        self._seen[key] = self._seen.get(key, 0) + 1
+
+    def find(self, batch: Any, ledger: StepLedger | None, group: dist.ProcessGroup | None) -> CapturedStep | None:
+        """The graph for this batch under the present budgets, captured now if it is time; else None.
+
+        Args:
+            ledger: of the latest uncaptured attempt: the dispatchers that take part.
+            group: over which the verdict must be agreed, or None.
+        """
+        if self._given_up or ledger is None or not ledger.dispatchers:
+            return None
+        if ledger.eager:
+            return self._give_up(EPError("a dispatcher in eager mode takes part; use mode='static' everywhere"))
+        batch_key = _batch_signature(batch)
+        key = (batch_key, tuple((d.number, d.budget_rows, d.pair_rows) for d in ledger.dispatchers))
+        captured = self._graphs.get(key)
+        if captured is None:
+            if self._seen.get(batch_key, 0) < _WARM_UP:
+                return None
+            try:
+                captured = self._capture(batch, group)
+            except Exception as error:
+                return self._give_up(error)
+            self._graphs[key] = captured
+            if len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        self.replays += 1
+        return captured
+
+    def _capture(self, batch: Any, group: dist.ProcessGroup | None) -> CapturedStep:
+        leaves, spec = tree_flatten(batch)
+        device = torch.device("cuda", torch.cuda.current_device())
+        static = [
+            torch.empty_like(leaf, device=device).copy_(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        ledger = StepLedger(exact=False)
+        updates = optimizers_can_skip(self._optimizers)
+        with torch.cuda.graph(graph, pool=self._pool):
+            with ledger.open():
+                result = self._step_fn(tree_unflatten(static, spec))
+            words = ledger.device_words(group)
+            if updates:
+                step_unless(self._optimizers, (words[:2].amax() > 0).to(torch.float32))
+        self.captures += 1
+        log.info("captured a training step in a CUDA graph (%d so far)", self.captures)
+        parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
+        return CapturedStep(
+            graph=graph,
+            inputs=[leaf for leaf in static if isinstance(leaf, Tensor)],
+            result=result,
+            words=words,
+            ledger=ledger,
+            gradients=[(parameter, parameter.grad) for parameter in parameters],
+            updates=updates,
+            host_words=torch.empty(words.shape, dtype=words.dtype, pin_memory=True),
+            event=torch.cuda.Event(),
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        if self._required:
+            raise EPError(f"capture='always': the step cannot be captured in a CUDA graph: {error}") from error
+        self._given_up = True
+        log.warning("training goes on without CUDA graphs: the step cannot be captured: %s", error)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def _batch_signature(batch: Any) -> Hashable:
+    """Structure, shapes and dtypes; values of what is not a tensor, as a graph would keep them for ever."""
+    leaves, spec = tree_flatten(batch)
+    return (
+        str(spec),
+        tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in leaves
+        ),
+    )
