@@ -67,6 +67,8 @@ class EPConfig:
         handshake: eager mode: ``combine`` first agrees with the other ranks that everybody's
             arguments are good, at the price of one small all-gather and a host sync. ``False`` trusts
             the caller: a bad argument on one rank then leaves the others waiting for the timeout.
+        timeout_seconds: how long a kernel of the symmetric transport waits for a peer before it records an
+            error. The collective transport has the process group's timeout instead.
 
     Raises:
         ConfigError: (also a ``ValueError``) a field is out of range; the message names it.
@@ -91,6 +93,7 @@ class EPConfig:
     overflow: Literal["replay", "drop"] = "replay"
     zero_tail: bool = True
     handshake: bool = True
+    timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -99,15 +102,12 @@ class EPConfig:
         for name in ("budget_rows", "max_budget_rows", "pair_rows", "num_sms"):
             if getattr(self, name) is not None:
                 self._check_positive_int(name)
+        self._check_positive_number("timeout_seconds")
         if self.capacity_factor is not None:
-            factor = self.capacity_factor
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-                raise ConfigError(f"capacity_factor must be a number above 0, got {factor!r}")
-            if not (math.isfinite(factor) and factor > 0):
-                raise ConfigError(f"capacity_factor must be finite and above 0, got {factor!r}")
+            self._check_positive_number("capacity_factor")
             if self.budget_rows is not None:
                 raise ConfigError(
-                    f"give capacity_factor or budget_rows, not both: got capacity_factor={factor!r} "
+                    f"give capacity_factor or budget_rows, not both: got capacity_factor={self.capacity_factor!r} "
                     f"and budget_rows={self.budget_rows!r}"
                 )
         if self.uses_mxfp8 and self.hidden_size % MXFP8_BLOCK:
@@ -173,6 +173,13 @@ class EPConfig:
         for name in ("zero_tail", "handshake"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def _check_positive_number(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} must be a number above 0, got {value!r}")
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name} must be finite and above 0, got {value!r}")
 
     def _check_positive_int(self, name: str) -> None:
         value = getattr(self, name)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .mxfp8 import MXFP8Tensor
-from .rows import row_dot, scale_rows
+from .rows import weighted_backward
 from .transport.base import RowFormat, Route, Transport
 
 __all__ = ["Channel", "Combine", "Dispatch"]
@@ -141,4 +141,5 @@ class Combine(torch.autograd.Function):
         )
         if not ctx.apply_weights:
             return grad_RH, None, None, None
-        return scale_rows(grad_RH, weights_R), row_dot(saved[0], grad_RH), None, None
+        in_use = channel.route.plan.expert_offsets_L1[-1:]
+        return *weighted_backward(saved[0], grad_RH, weights_R, in_use), None, None

@@ -115,7 +115,7 @@ class Dispatcher:
                 f"num_experts={config.num_experts}"
             )
         self.num_local_experts = config.num_experts // self.ep_size
-        self._transport = open_transport(config, group, self.rank, self.ep_size)
+        self._transport = open_transport(config, group, self.rank, self.ep_size, _device_of(group))
         log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
         self._layout = CountMatrix(config, self.ep_size)
         self._headers: dict[tuple[int, ...], Tensor] = {}

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from . import devices
+from .cuda.kernels import cuda_kernels
 
-__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows"]
+__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows", "weighted_backward"]
 
 # Scratch of one chunk stays in a core's cache; on CPUs fresh memory costs more than the arithmetic.
 _CHUNK_BYTES = 1 << 20
@@ -134,3 +135,24 @@ def row_dot(a_RH: Tensor, b_RH: Tensor) -> Tensor:
         low[:, : width - half] += high
         products_RX, width, half = low, half, half // 2
     return products_RX[:, 0].contiguous()
+
+
+def weighted_backward(
+    output_RH: Tensor, grad_RH: Tensor, weights_R: Tensor, row_count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Backward of scaling rows by weights.
+
+    Args:
+        output_RH, grad_RH: the rows that were scaled, and the gradient of the scaled rows.
+        weights_R: fp32.
+        row_count: int64 ``[1]`` on the device: rows in use; nobody reads the gradients of later ones.
+
+    Returns:
+        ``scale_rows(grad, weights)`` and ``row_dot(output, grad)``.
+    """
+    kernels = cuda_kernels(output_RH.device)
+    if kernels is not None and output_RH.dtype == grad_RH.dtype:
+        from .cuda import ops
+
+        return ops.weighted_backward(kernels, output_RH, grad_RH, weights_R, row_count)
+    return scale_rows(grad_RH, weights_R), row_dot(output_RH, grad_RH)

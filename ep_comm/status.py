@@ -25,7 +25,7 @@ import torch
 from .config import EPConfig
 from .errors import ArgumentError, ClosedError, EPError, HandleError, RoutingError
 
-__all__ = ["DTYPES", "Fault", "FaultCode", "HEADER_WORDS", "Operation", "Word", "error_from_words"]
+__all__ = ["DTYPES", "FAULT_VALUES", "Fault", "FaultCode", "HEADER_WORDS", "Operation", "Word", "error_from_words"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes a token row or an expert output may have; the index is the code in the status words."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from .nvrtc import KernelError, find_nvrtc
 from .sources import build
 
-__all__ = ["CudaKernels", "KernelError", "cuda_kernels_problem", "vector_bytes"]
+__all__ = ["CudaKernels", "KernelError", "cuda_kernels", "cuda_kernels_problem", "vector_bytes"]
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STATIC_SHARED_LIMIT = 48 * 1024
@@ -118,6 +118,17 @@ class _Stream:
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
+
+
+@lru_cache(maxsize=None)
+def cuda_kernels(device: torch.device) -> CudaKernels | None:
+    """The kernels of a device, shared by all that use them; None where they cannot be used."""
+    if device.type != "cuda" or cuda_kernels_problem() is not None:
+        return None
+    try:
+        return CudaKernels(device)
+    except KernelError:
+        return None
 
 
 def _argument(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..config import round_up
 from ..status import HEADER_WORDS
@@ -32,6 +32,18 @@ class WindowLayout:
     top_k: int
     max_tokens: int
     row_bytes: int
+
+    def covers(self, needed: WindowLayout) -> bool:
+        """Whether a window of this layout can serve what ``needed`` is for."""
+        return self.ep_size == needed.ep_size and all(
+            getattr(self, field.name) >= getattr(needed, field.name) for field in fields(self)
+        )
+
+    def extended(self, other: WindowLayout) -> WindowLayout:
+        """The smallest layout that covers both."""
+        return WindowLayout(
+            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        )
 
     @property
     def pitch(self) -> int:

@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+
+import torch
 import torch.distributed as dist
 
 from ..config import EPConfig
+from ..cuda.kernels import cuda_kernels_problem
+from ..cuda.window import MAX_RANKS, MAX_TOP_K
 from ..errors import ConfigError
 from .base import Transport
 from .collective import CollectiveTransport
 
 __all__ = ["Transport", "open_transport"]
 
+log = logging.getLogger("ep_comm")
+
 
 def open_transport(
-    config: EPConfig, group: dist.ProcessGroup | None, rank: int, ep_size: int
+    config: EPConfig, group: dist.ProcessGroup | None, rank: int, ep_size: int, device: torch.device
 ) -> Transport:
     """The transport that ``config.transport`` asks for. Collective: all ranks get the same kind.
 
     Raises:
-        ConfigError: the transport cannot serve this group.
+        ConfigError: on all ranks, if the transport that was asked for cannot serve this group.
     """
-    if config.transport == "symmetric" and ep_size > 1:
+    if ep_size == 1 or config.transport == "collective":
+        return CollectiveTransport(group, rank, ep_size)
+    facts: list[tuple[str, str | None]] = [("", None)] * ep_size
+    dist.all_gather_object(facts, (_host(), _local_problem(config, ep_size, device)), group=group)
+    reasons = [f"rank {r}: {problem}" for r, (_, problem) in enumerate(facts) if problem]
+    if len({host for host, _ in facts}) > 1:
+        reasons.append("the ranks are on several hosts")
+    if not reasons:
+        from .symmetric import SymmetricTransport
+
+        return SymmetricTransport(config, group, rank, ep_size, device)
+    if config.transport == "symmetric":
         raise ConfigError(
-            f"rank {rank}: transport='symmetric' is not available for this group; allowed here are 'auto' and "
+            f"rank {rank}: transport='symmetric' cannot serve this group: {'; '.join(reasons)}; use 'auto' or "
             f"'collective'"
         )
+    log.info("transport='auto' chose collective: %s", "; ".join(reasons))
     return CollectiveTransport(group, rank, ep_size)
+
+
+def _host() -> str:
+    """What ranks that can map each other's memory have in common. NCCL_HOSTID counts, as it does for NCCL."""
+    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
+
+
+def _local_problem(config: EPConfig, ep_size: int, device: torch.device) -> str | None:
+    """Why this rank cannot use the symmetric transport, or None."""
+    if device.type != "cuda":
+        return "the process group's device is not a CUDA GPU"
+    if cuda_kernels_problem():
+        return cuda_kernels_problem()
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"compute capability {torch.cuda.get_device_capability(device)}, 9.0 or higher is needed"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
+        return "NCCL_P2P_DISABLE is set"
+    if ep_size > MAX_RANKS:
+        return f"ep_size={ep_size}, at most {MAX_RANKS}"
+    if config.top_k > MAX_TOP_K:
+        return f"top_k={config.top_k}, at most {MAX_TOP_K}"
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+    blocked = [other for other in others if not torch.cuda.can_device_access_peer(device.index, other)]
+    if blocked:
+        return f"GPU {device.index} cannot address the memory of GPU {blocked[0]}"
+    return None

@@ -1,0 +1,230 @@
+"""The symmetric transport: ranks of one NVLink domain write into each other's memory.
+
+Every rank of a group has a window, mapped by all of them (``torch.distributed._symmetric_memory``, default
+backend), and the kernels of :mod:`ep_comm.cuda` meet in it: one plans, one scatters, one gathers. The window is
+sized by tokens, never by budgets, so growing a budget does not touch it, and the dispatchers of a group share it.
+Every kernel first waits until all ranks have entered the same operation, which is what makes it safe to use the
+window again. Epochs are counted in device memory, so a replayed CUDA graph counts on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import EPConfig
+from ..cuda import ops
+from ..cuda.kernels import cuda_kernels
+from ..cuda.window import STATE_WORDS, WindowLayout
+from ..errors import PeerLostError
+from ..mxfp8 import MXFP8Tensor, wire_payload_bytes
+from ..plan import RoutingPlan, Sizing
+from ..status import FAULT_VALUES
+from .base import PlanRequest, RowFormat, Route, Transport
+from .collective import CollectiveTransport
+
+__all__ = ["SymmetricTransport"]
+
+_NO_BAD_ID = 2**31 - 1
+_OPERATIONS = {1: "dispatch (exchange of routing counts)", 2: "moving rows to experts", 3: "summing rows", 4: "barrier"}
+
+
+class SharedWindow:
+    """The window of one group on this rank, and its mapping on all of them.
+
+    Made collectively. Kept alive by the transports that use it.
+    """
+
+    def __init__(
+        self, layout: WindowLayout, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
+    ) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+        self._mapping = symmetric_memory.rendezvous(memory, group.group_name)
+        memory.zero_()
+        self.layout = layout
+        self.window = ops.Window(
+            peers=torch.tensor(list(self._mapping.buffer_ptrs), dtype=torch.int64, device=device),
+            local=memory,
+            state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
+            first_bad=torch.full((1,), _NO_BAD_ID, dtype=torch.int32, device=device),
+            rank=dist.get_rank(group),
+            layout=layout,
+            timeout_ns=int(timeout_seconds * 1e9),
+        )
+        # A peer may write into the window as soon as it runs its first kernel: not before all are zeroed.
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+
+
+_windows: WeakValueDictionary[str, SharedWindow] = WeakValueDictionary()
+
+
+def _shared_window(config: EPConfig, group: dist.ProcessGroup, device: torch.device) -> SharedWindow:
+    """The group's window if it is large enough for ``config``, else a new one that is. Collective."""
+    needed = WindowLayout(
+        ep_size=dist.get_world_size(group),
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens_per_rank,
+        # Rows of any dtype, as they are: the widest that can travel.
+        row_bytes=config.hidden_size * 4,
+    )
+    shared = _windows.get(group.group_name)
+    if shared is not None:
+        if shared.layout.covers(needed):
+            return shared
+        needed = shared.layout.extended(needed)
+    shared = SharedWindow(needed, group, device, config.timeout_seconds)
+    _windows[group.group_name] = shared
+    return shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan(RoutingPlan):
+    """A plan made by the kernels, whose tables lie in the window."""
+
+    tables: ops.PlanTables
+
+
+@dataclass
+class SymmetricRoute(Route):
+    """The tables of one dispatch; ``received`` holds this rank's rows after the first scatter."""
+
+    plan: WindowPlan
+    sizing: Sizing
+    received: Tensor | None = None
+
+
+class SymmetricTransport(Transport):
+    """Kernels over peers' memory.
+
+    Args:
+        config: the dispatcher's configuration.
+        group, rank, ep_size: this rank's place.
+        device: its GPU.
+    """
+
+    name = "symmetric"
+
+    def __init__(
+        self, config: EPConfig, group: dist.ProcessGroup, rank: int, ep_size: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._collective = CollectiveTransport(group, rank, ep_size)
+        self._kernels = cuda_kernels(device)
+        self._shared: SharedWindow | None = _shared_window(config, group, device)
+        self._rank = rank
+
+    @property
+    def _window(self) -> ops.Window:
+        return self._shared.window
+
+    def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
+        return self._collective.exchange_counts(message, operation)
+
+    def make_plan(self, request: PlanRequest, rank: int) -> WindowPlan:
+        fault = request.fault
+        if fault is None:
+            fault = torch.zeros(1 + FAULT_VALUES, dtype=torch.int32, device=request.header.device)
+        tables = ops.plan(
+            self._kernels,
+            self._window,
+            torch.cat([request.header, fault]),
+            request.topk_idx_TK,
+            request.topk_weights_TK,
+            num_experts=self._config.num_experts,
+            max_tokens=self._config.max_tokens_per_rank,
+            alignment=request.alignment,
+        )
+        _, pairs_PP, _ = request.layout.split(tables.matrix_PX)
+        return WindowPlan(
+            rank=rank,
+            ep_size=request.layout.ep_size,
+            num_tokens=request.topk_idx_TK.shape[0],
+            top_k=request.topk_idx_TK.shape[1],
+            matrix_PX=tables.matrix_PX,
+            slot_rank_TK=tables.slot_ranks_TK,
+            slot_rows_TK=tables.slot_rows_TK,
+            pair_tokens_PP=pairs_PP,
+            tokens_per_expert_L=tables.tokens_per_expert_L,
+            expert_offsets_L1=tables.expert_offsets_L1,
+            required_rows_P=tables.required_rows_P,
+            overflow=tables.verdict[0],
+            tables=tables,
+        )
+
+    def open_route(self, plan: WindowPlan, sizing: Sizing) -> SymmetricRoute:
+        return SymmetricRoute(plan, sizing)
+
+    def scatter_rows(
+        self,
+        route: SymmetricRoute,
+        rows_TH: Tensor,
+        scalars_TK: Tensor | None,
+        row_format: RowFormat,
+        operation: str,
+    ) -> tuple[Tensor | MXFP8Tensor, Tensor | None]:
+        # The scalars of a route's first scatter were delivered by the plan, beside the rows' numbers.
+        rows, weights_R, route.received = ops.scatter_rows(
+            self._kernels,
+            self._window,
+            rows_TH,
+            route.plan.tables,
+            route.sizing.rows,
+            recv_rows_PTK=route.received,
+            max_tokens=self._config.max_tokens_per_rank,
+            alignment=self._config.alignment,
+            mxfp8=row_format.mxfp8,
+            keep_mxfp8=row_format.keep_mxfp8,
+            rounding=row_format.rounding,
+            zero_tail=self._config.zero_tail,
+            num_sms=self._config.num_sms,
+        )
+        return rows, weights_R
+
+    def gather_sum(
+        self,
+        route: SymmetricRoute,
+        rows_RH: Tensor,
+        weights_R: Tensor | None,
+        scalars_R: Tensor | None,
+        operation: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        return ops.gather_sum(
+            self._kernels,
+            self._window,
+            rows_RH,
+            route.plan.tables,
+            route.received,
+            row_weights_R=weights_R,
+            row_scalars_R=scalars_R,
+            max_tokens=self._config.max_tokens_per_rank,
+            num_sms=self._config.num_sms,
+        )
+
+    def wire_row_bytes(
+        self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool
+    ) -> int:
+        payload = wire_payload_bytes(hidden_size, row_format.dtype.itemsize, row_format.mxfp8)
+        return payload + 4 * top_k * (int(scalars) + int(tables))
+
+    def device_status(self) -> Tensor | None:
+        return self._window.state[3:6]
+
+    def raise_device_error(self, words: list[int]) -> None:
+        operation, peer, _ = words
+        if operation:
+            raise PeerLostError(
+                f"rank {self._rank}: {_OPERATIONS.get(operation, 'a kernel')} failed: rank {peer} did not arrive within "
+                f"timeout_seconds={self._config.timeout_seconds}; it died, or runs other operations than this rank"
+            )
+
+    def close(self) -> None:
+        # The window goes with the last transport that uses it.
+        self._shared = None
