@@ -133,7 +133,7 @@ def run_step(dispatcher: Any, step: StepInputs, apply_weights: bool) -> StepResu
     required, buffer_rows = dispatcher.required_rows, d.tokens.shape[0]
 
     def fill(rows: Tensor) -> Tensor:
-        full = torch.full((buffer_rows, *rows.shape[1:]), torch.nan, dtype=rows.dtype)
+        full = torch.full((buffer_rows, *rows.shape[1:]), torch.nan, dtype=rows.dtype, device=rows.device)
         full[: rows.shape[0]] = rows
         return full
 

@@ -1,0 +1,87 @@
+"""Ranks with a GPU each: starts one process a GPU, joins them over NCCL, brings back what each returned."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["needs_gpus", "run_gpu_ranks"]
+
+
+def needs_gpus(count: int) -> Any:
+    """A mark that skips a test where torch sees fewer GPUs."""
+    import pytest
+
+    found = torch.cuda.device_count()
+    return pytest.mark.skipif(found < count, reason=f"needs {count} CUDA GPUs, torch sees {found}")
+
+
+def run_gpu_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 150.0
+) -> list[Any]:
+    """``fn(rank, world_size, *args)`` on ``world_size`` GPUs; ``env`` values may hold ``{rank}``."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(
+                target=_work, args=(fn, rank, world_size, f"{folder}/store", env or {}, results, args), daemon=True
+            )
+            for rank in range(world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            answers = dict(results.get(timeout=timeout) for _ in workers)
+            for worker in workers:
+                worker.join(timeout=30)
+                assert worker.exitcode == 0, f"a rank ended with exit code {worker.exitcode}"
+        finally:
+            for worker in workers:
+                if worker.is_alive():
+                    worker.kill()
+    failed = [f"rank {rank}:\n{text}" for rank, (good, text) in sorted(answers.items()) if not good]
+    assert not failed, "\n".join(failed)
+    return [answers[rank][1] for rank in range(world_size)]
+
+
+def _work(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    env: dict[str, str],
+    results: Any,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+        device_id=device,
+    )
+    try:
+        answer = (True, fn(rank, world_size, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    results.put((rank, answer))
+    results.close()
+    results.join_thread()
+    if answer[0]:
+        dist.destroy_process_group()
+    else:
+        # A peer may wait in a collective for ever: leave without meeting it.
+        os._exit(0)
