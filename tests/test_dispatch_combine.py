@@ -176,6 +176,34 @@ def test_everything_equals_the_reference(ep_size: int) -> None:
     check()
 
 
+def mixed_dtypes(rank: int, world_size: int, mode: str) -> list[torch.Tensor]:
+    """BF16 tokens, FP32 expert outputs, and weights used twice: by the experts and by the combine."""
+    static = {"budget_rows": 16, "pair_rows": 4} if mode == "static" else {}
+    config = ep_comm.EPConfig(2, 2, 4, 4, mode=mode, alignment=1, **static)
+    with ep_comm.Dispatcher(config) as dispatcher:
+        tokens = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3, dtype=torch.bfloat16, requires_grad=True)
+        weights = torch.tensor([[0.5, 0.25]] * 3, requires_grad=True)
+        d = dispatcher.dispatch(tokens, torch.tensor([[0, 1], [1, 1], [0, -1]]), weights)
+        y = d.tokens.float() * d.weights[:, None] * 1.001
+        out = dispatcher.combine(y, d.handle, apply_weights=True)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), tokens.grad, weights.grad]
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_outputs_may_have_another_dtype_than_tokens(mode: str) -> None:
+    for out, grad_tokens, grad_weights in run_ranks(mixed_dtypes, 2, mode):
+        assert (out.dtype, grad_tokens.dtype) == (torch.float32, torch.bfloat16)
+        # out = 1.001 * x * sum of w^2: no rounding to BF16 on the way
+        squares = torch.tensor([[0.3125], [0.3125], [0.25]])
+        x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        torch.testing.assert_close(out, 1.001 * squares * x, rtol=1e-6, atol=0)
+        torch.testing.assert_close(grad_tokens.float(), (1.001 * squares).expand(3, 4), rtol=2**-7, atol=0)
+        # d out.sum() / d w = 2 * w * 1.001 * sum of x, zero in the empty slot
+        expected = 2 * 1.001 * 10 * torch.tensor([[0.5, 0.25], [0.5, 0.25], [0.5, 0.0]])
+        torch.testing.assert_close(grad_weights, expected, rtol=1e-5, atol=0)
+
+
 def on_paper(rank: int, world_size: int, mode: str) -> list[Any]:
     config = ep_comm.EPConfig(
         num_experts=2, top_k=3, hidden_size=1, max_tokens_per_rank=1, mode=mode, alignment=1, budget_rows=4

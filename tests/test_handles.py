@@ -244,6 +244,23 @@ def test_inputs_that_need_gradients_may_differ_between_ranks(mode: str) -> None:
     assert run_ranks(partly_frozen, 2, mode, timeout=30) == [[True], [True]]
 
 
+def nothing_to_learn(rank: int, world_size: int, mode: str) -> bool:
+    """Rank 1 passes plain tensors, as a rank without tokens may: its backward must take part all the same."""
+    with ep_comm.Dispatcher(make_config(mode)) as dispatcher:
+        tokens, topk_idx, weights = routing(rank, 6, 4 if rank == 0 else 0)
+        if rank == 0:
+            tokens.requires_grad_()
+        d = dispatcher.dispatch(tokens, topk_idx, weights)
+        out = dispatcher.combine(d.tokens, d.handle)
+        out.sum().backward()
+        return rank == 1 or torch.equal(tokens.grad, torch.full_like(tokens, 2))
+
+
+@MODES
+def test_a_rank_without_gradients_takes_part_in_backward(mode: str) -> None:
+    assert run_ranks(nothing_to_learn, 2, mode, timeout=30) == [True, True]
+
+
 def special_values(rank: int, world_size: int, mode: str, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """Token 0 of rank 0 holds NaN and infinities; each token has one expert on each rank."""
     config = make_config(mode, dispatch_forward_dtype=dtype, hidden_size=64)
