@@ -22,8 +22,10 @@ typedef long long i64;
 
 #define FULL_MASK 0xffffffffu
 #define ITEM_BYTES (DTYPE == 0 ? 4 : 2)
-#define MAX_SEGMENTS 8     // arrival flags of one token row
-#define UNIT 1024          // elements: a row is cut into segments at multiples of this
+#define MAX_SEGMENTS 16    // arrival flags of one token row
+#ifndef UNIT
+#define UNIT 1024          // elements: a row is cut into segments at multiples of this; equal on all ranks
+#endif
 
 // ---- state words of one rank (local memory, int32) ---------------------------------------------
 #define STATE_EPOCH 0      // operations this rank has finished on the window

@@ -54,14 +54,6 @@ __device__ __forceinline__ int* message_of(const Routing& a, u64 window, int p) 
 }
 __device__ __forceinline__ bool is_expert(const Routing& a, Idx e) { return e >= 0 && e < a.E; }
 
-// True if no earlier slot of item i's token goes to the rank of expert e.
-__device__ __forceinline__ bool first_on_rank(const Routing& a, int i, int e) {
-    Idx low = e / a.L * a.L, high = low + a.L;
-    bool first = true;
-    for (int q = i / a.K * a.K; q < i; ++q) first &= !(a.topk_idx_TK[q] >= low && a.topk_idx_TK[q] < high);
-    return first;
-}
-
 // Sends this rank's message: `totals` holds its counts [P + E]. All threads of one block.
 __device__ void deliver(const Routing& a, const int* totals, const int* header, int bad_item) {
     bool bad = bad_item != NO_ITEM && header[WORD_FAULT] == 0;
@@ -130,8 +122,8 @@ __device__ void write_verdict(const Routing& a, const int* matrix, const int* st
     }
 }
 
-// grid ceil(T*K / (WARPS * ITEMS_PER_WARP)), at least 1, all resident; block THREADS;
-// dynamic shared ((WARPS + 2) * E + P) * 4 bytes.
+// grid: enough blocks of floor(WARPS * ITEMS_PER_WARP / K) tokens, at least 1, all resident; block THREADS;
+// dynamic shared (P + (WARPS + 2) * E + 2 * floor(WARPS * ITEMS_PER_WARP / K)) * 4 bytes.
 //   header              int32 [HEADER_WORDS], the status words; a fault in them wins over ids out of range
 //   topk_idx_TK         expert ids, -1 = none; ids outside [-1, E) count as none, the first becomes the fault
 //   topk_weights_TK     float32, delivered with the rows
@@ -156,16 +148,21 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
      int* matrix_PX, i64* tokens_per_expert_L, i64* expert_offsets_L1, i64* required_P, int* verdict,
      int* token_counts_P, int* slot_rows_TK, int* slot_ranks_TK) {
     extern __shared__ int shared[];
-    __shared__ int warp_sums[WARPS], budgets[MAX_RANKS], is_last, bad_item;
+    __shared__ int warp_sums[WARPS], budgets[MAX_RANKS], status[HEADER_WORDS], is_last, bad_item;
     Routing a = {peers, state, me, P, T, K, E, E / P, P + E, current_epoch(state), counts_offset, topk_idx_TK};
     int* totals = shared;             // [P + E], then [E] aligned starts, counted through all ranks
     int* base = shared + P + E;       // [E] this block's first row of each expert, from the segment's start
     int* next = shared + P + 2 * E;   // [WARPS, E]
     int warp = threadIdx.x / 32, L = a.L;
-    int items = T * K, begin = (blockIdx.x * WARPS + warp) * ITEMS_PER_WARP;
+    // A block takes whole tokens: `last` is the end of its items, `begin` the first of this warp.
+    int block_items = WARPS * ITEMS_PER_WARP / K * K, origin = blockIdx.x * block_items;
+    int last = T * K - origin < block_items ? T * K : origin + block_items, begin = origin + warp * ITEMS_PER_WARP;
 
     // 1. Count. A warp goes through its run in order, so that positions are stable.
-    for (int i = threadIdx.x; i < P + (WARPS + 2) * E; i += THREADS) shared[i] = 0;
+    u32* ranks_of = (u32*)(next + WARPS * E);  // [tokens of the block, 2] bits: ranks that have an expert of it
+    int words = P + (WARPS + 2) * E + WARPS * ITEMS_PER_WARP / K * 2;
+    for (int i = threadIdx.x; i < words; i += THREADS) shared[i] = 0;
+    if (threadIdx.x < HEADER_WORDS) status[threadIdx.x] = header[threadIdx.x];
     __syncthreads();
     int* mine = next + warp * E;
     int experts[STEPS];
@@ -173,10 +170,14 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
         int i = begin + j * 32 + lane_id();
-        Idx e = i < items ? topk_idx_TK[i] : (Idx)-1;
+        Idx e = i < last ? topk_idx_TK[i] : (Idx)-1;
         if (e < -1 || e >= E) atomicMin(first_bad, i);
         experts[j] = is_expert(a, e) ? (int)e : -1;
-        if (experts[j] >= 0 && first_on_rank(a, i, experts[j])) atomicAdd(totals + experts[j] / L, 1);
+        if (experts[j] >= 0) {
+            int rank = experts[j] / L;
+            u32 bit = 1u << (rank & 31);
+            if (!(atomicOr(ranks_of + (i - origin) / K * 2 + rank / 32, bit) & bit)) atomicAdd(totals + rank, 1);
+        }
         same[j] = __match_any_sync(FULL_MASK, experts[j]);
         if (experts[j] >= 0 && (same[j] & lanes_below()) == 0) mine[experts[j]] += __popc(same[j]);
         __syncwarp();
@@ -192,14 +193,15 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
         for (int e = threadIdx.x; e < P + E; e += THREADS) block_counts[(i64)blockIdx.x * (P + E) + e] = totals[e];
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) is_last = atomicAdd(state + STATE_TICKET, 1) == (int)gridDim.x - 1;
-    } else if (threadIdx.x == 0) {
-        is_last = 1;
     }
-    if (threadIdx.x == 0 && is_last) {
-        __threadfence();
-        bad_item = atomicExch(first_bad, NO_ITEM);
-        state[STATE_TICKET] = 0;
+    if (threadIdx.x == 0) {
+        bool finishes = alone || atomicAdd(state + STATE_TICKET, 1) == (int)gridDim.x - 1;
+        is_last = finishes;
+        if (finishes) {
+            __threadfence();
+            bad_item = atomicExch(first_bad, NO_ITEM);
+            state[STATE_TICKET] = 0;
+        }
     }
     __syncthreads();
     if (is_last) {
@@ -210,7 +212,7 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
             totals[e] = sum;
         }
         __syncthreads();
-        deliver(a, totals, header, bad_item);
+        deliver(a, totals, status, bad_item);
     }
 
     // 3. Derive.
@@ -241,9 +243,9 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
     __syncthreads();
     scan_exclusive(starts, E, warp_sums);
     if (blockIdx.x == 0) {
-        int all_rows = starts[E - 1] + last_segment, budget = budgets[me], origin = starts[me * L];
+        int all_rows = starts[E - 1] + last_segment, budget = budgets[me], zero = starts[me * L];
         for (int i = threadIdx.x; i <= L; i += THREADS) {
-            int start = (me * L + i < E ? starts[me * L + i] : all_rows) - origin;
+            int start = (me * L + i < E ? starts[me * L + i] : all_rows) - zero;
             start = start < budget ? start : budget;
             expert_offsets_L1[i] = start;
             if (i < L) {
@@ -270,7 +272,7 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
         __syncwarp();
         if (e >= 0 && (same[j] & lanes_below()) == 0) mine[e] += __popc(same[j]);
         __syncwarp();
-        if (i >= items) continue;
+        if (i >= last) continue;
         int rank = e >= 0 ? e / L : 0;
         bool fits = row >= 0 && row < budgets[rank];
         rank = fits ? rank : -1;

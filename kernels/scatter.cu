@@ -31,12 +31,6 @@
 #ifndef UNROLL
 #define UNROLL 4
 #endif
-#ifndef DISCARD
-#define DISCARD 0
-#endif
-#ifndef STREAM
-#define STREAM 0
-#endif
 #define THREADS (WARPS * 32)
 
 struct Scatter {
@@ -71,23 +65,6 @@ __device__ __forceinline__ u64 shuffle_address(u64 a, int lane) { return __shfl_
 
 // ---- moving one segment ----------------------------------------------------------------------------
 
-__device__ __forceinline__ void store_vec(Vec* p, const Vec& v) {
-#if STREAM && VEC_BYTES == 16
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    *p = v;
-#endif
-}
-// Drops the lines of bytes [begin, end) of a wire row that has been read: nobody reads them again, so they need
-// not be written back to memory.
-__device__ __forceinline__ void discard(u64 row, int begin, int end) {
-#if DISCARD
-    u64 first = (row + begin + 127) & ~127ull, last = (row + end) & ~127ull;
-    for (u64 line = first + lane_id() * 128; line < last; line += 32 * 128)
-        asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
-#endif
-}
-
 #if WIRE == 0
 __device__ __forceinline__ void move_segment(const Segment& s, bool source_is_wire, int H) {
     int last = s.end * ITEM_BYTES / VEC_BYTES;
@@ -101,10 +78,9 @@ __device__ __forceinline__ void move_segment(const Segment& s, bool source_is_wi
             Vec* row = (Vec*)shuffle_address(s.target, __ffs(m) - 1);
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u)
-                if (v + u * 32 < last) store_vec(row + v + u * 32, x[u]);
+                if (v + u * 32 < last) row[v + u * 32] = x[u];
         }
     }
-    if (source_is_wire) discard(s.source, s.begin * ITEM_BYTES, s.end * ITEM_BYTES);
 }
 #else
 // Writes 4 chunks of 256 quantised elements from element e0 on, ending at `end`, and their scales.
@@ -180,7 +156,6 @@ __device__ __forceinline__ void move_segment(const Segment& s, bool source_is_wi
         }
 #endif
     }
-    if (source_is_wire) discard(s.source, s.begin, s.end);
 }
 #endif
 

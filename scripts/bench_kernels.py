@@ -253,40 +253,33 @@ class Timer:
 SCATTERS = {
     "default": ops.ScatterTuning(),
     "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
-    "2 segments": ops.ScatterTuning(segments=2),
-    "4 segments": ops.ScatterTuning(segments=4),
-    "lag 1": ops.ScatterTuning(lag=1),
-    "discard": ops.ScatterTuning(discard=1),
-    "streaming stores": ops.ScatterTuning(stream=1),
-    "discard, streaming stores": ops.ScatterTuning(discard=1, stream=1),
-    "discard, streaming stores, lag 1": ops.ScatterTuning(discard=1, stream=1, lag=1),
-    "1 block, 32 warps": ops.ScatterTuning(blocks_per_sm=1, warps=32),
-    "1 block, 24 warps": ops.ScatterTuning(blocks_per_sm=1, warps=24),
-    "3 blocks, 12 warps, unroll 2": ops.ScatterTuning(blocks_per_sm=3, warps=12, unroll=2),
+    "unit 512, 14 segments": ops.ScatterTuning(unit=512, segments=14),
+    "unit 512, 14 segments, 1 block, 24 warps": ops.ScatterTuning(unit=512, segments=14, blocks_per_sm=1, warps=24),
+    "unit 512, 14 segments, 1 block, 16 warps": ops.ScatterTuning(unit=512, segments=14, blocks_per_sm=1),
+    "unit 512, 14 segments, lag 1": ops.ScatterTuning(unit=512, segments=14, lag=1),
+    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
+    "1 block, 20 warps": ops.ScatterTuning(blocks_per_sm=1, warps=20),
 }
 MXFP8_SCATTERS = {
     "default": ops.ScatterTuning(),
-    "2 segments": ops.ScatterTuning(segments=2),
-    "1 segment": ops.ScatterTuning(segments=1),
-    "1 block, 24 warps": ops.ScatterTuning(blocks_per_sm=1, warps=24),
-    "1 block, 24 warps, 2 segments": ops.ScatterTuning(blocks_per_sm=1, warps=24, segments=2),
-    "8 warps x 3, 2 segments": ops.ScatterTuning(blocks_per_sm=3, warps=8, segments=2),
-    "discard": ops.ScatterTuning(discard=1),
-    "lag 1, 2 segments": ops.ScatterTuning(lag=1, segments=2),
+    "lag 1": ops.ScatterTuning(lag=1),
+    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
+    "3 blocks, 8 warps": ops.ScatterTuning(blocks_per_sm=3, warps=8),
 }
 GATHERS = {
     "default": ops.GatherTuning(),
-    "16 warps": ops.GatherTuning(warps=16),
-    "24 warps": ops.GatherTuning(warps=24),
-    "16 warps, batch 6": ops.GatherTuning(warps=16, batch=6),
-    "28 warps, batch 3": ops.GatherTuning(warps=28, batch=3),
-    "24 warps, batch 3": ops.GatherTuning(warps=24, batch=3),
-    "2 x 16 warps, batch 2": ops.GatherTuning(warps=16, blocks_per_sm=2, batch=2),
-    "2 segments": ops.GatherTuning(segments=2),
-    "1 segment": ops.GatherTuning(segments=1),
-    "4 segments": ops.GatherTuning(segments=4),
-    "lag 2": ops.GatherTuning(lag=2),
-    "lag 2, 2 segments": ops.GatherTuning(lag=2, segments=2),
+    "bulk 512": ops.GatherTuning(chunk_bytes=512, warps=24),
+    "bulk 512, 16 warps": ops.GatherTuning(chunk_bytes=512, warps=16),
+    "bulk 2048": ops.GatherTuning(chunk_bytes=2048),
+    "bulk 1024, 8 warps": ops.GatherTuning(warps=8),
+    "bulk 1024, lag 4": ops.GatherTuning(lag=4),
+    "bulk 1024, 4 segments": ops.GatherTuning(segments=4),
+    "bulk 1024, 2 segments": ops.GatherTuning(segments=2),
+    "bulk 1024, 1 segment": ops.GatherTuning(segments=1),
+    "bulk 1024, unit 512, 14 segments": ops.GatherTuning(unit=512, segments=14),
+    "bulk 2048, 2 segments": ops.GatherTuning(chunk_bytes=2048, segments=2),
+    "registers": ops.GatherTuning(bulk=False),
+    "registers, unit 512, 14 segments": ops.GatherTuning(bulk=False, unit=512, segments=14),
 }
 
 
@@ -302,12 +295,7 @@ def compile_all(kernels: CudaKernels) -> None:
     ):
         jobs.append(("scatter.cu", scatter | {
             "WIRE": wire, "OUT_MXFP8": keep, "SCALE_FLOOR": 0, "WARPS": t.warps,
-            "BLOCKS_PER_SM": t.blocks_per_sm, "UNROLL": t.unroll, "DISCARD": t.discard,
-            "STREAM": t.stream}))  # fmt: skip
-    for t, weighted in itertools.product(GATHERS.values(), (0, 1)):
-        jobs.append(("gather.cu", scatter | {
-            "WEIGHTED": weighted, "WARPS": t.warps, "BLOCKS_PER_SM": t.blocks_per_sm,
-            "BATCH": t.batch}))  # fmt: skip
+            "BLOCKS_PER_SM": t.blocks_per_sm, "UNROLL": t.unroll, "UNIT": t.unit}))  # fmt: skip
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: build(job[0], kernels.arch, job[1]), jobs))
 

@@ -26,6 +26,10 @@ BUILDS = {
         ("gather.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "WEIGHTED": weighted})
         for dtype, vec, weighted in ((0, 16, 0), (0, 4, 1), (1, 16, 0), (1, 16, 1), (1, 2, 0), (2, 8, 1))
     ],
+    "gather_bulk": [
+        ("gather_bulk.cu", {"DTYPE": dtype, "WEIGHTED": weighted, "CHUNK_BYTES": chunk})
+        for dtype, weighted, chunk in ((0, 1, 1024), (1, 0, 1024), (1, 1, 2048), (2, 0, 512))
+    ],
     "row_ops": [
         ("row_ops.cu", {"DTYPE": dtype, "SCALE_FLOOR": floor, "TREE_LEVELS": levels})
         for dtype, floor, levels in ((0, 0, 0), (1, 0, 5), (2, 1, 4))

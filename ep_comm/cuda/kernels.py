@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ class _Stream:
         self.ptr = ptr
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_kernels(device: torch.device) -> CudaKernels | None:
     """The kernels of a device, shared by all that use them; None where they cannot be used."""
     if device.type != "cuda" or cuda_kernels_problem() is not None:

@@ -85,9 +85,7 @@ def compile_to_cubin(
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(key.encode() for key in headers))
     _check(
-        lib.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
-        ),
+        lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names),
         "nvrtcCreateProgram",
     )
     try:

@@ -40,6 +40,7 @@ _PLAN_WARPS = 8
 _PLAN_ITEMS_PER_WARP = (128, 256, 512)
 _PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
 _ROW_WARPS = 8
+_SHARED_BYTES = 216 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
 @dataclass
@@ -104,32 +105,41 @@ class PlanTables(NamedTuple):
 
 @dataclass(frozen=True)
 class ScatterTuning:
-    """How :func:`scatter_rows` runs. ``segments`` and ``lag`` must be equal on all ranks.
+    """How :func:`scatter_rows` runs. ``unit``, ``segments`` and ``lag`` must be equal on all ranks.
 
     Attributes:
         warps, blocks_per_sm, unroll: shape of the launch, and loads in flight of a lane.
-        segments: least number of segments a row is cut into; fewer tokens give more.
+        unit: a row is cut at multiples of so many elements.
+        segments: least number of segments a row is cut into (at most 16); fewer tokens give more.
         lag: rounds between sending a segment and waiting for the peer's of the same number.
     """
 
     warps: int = 16
     blocks_per_sm: int = 2
     unroll: int = 4
+    unit: int = 1024
     segments: int = 7
     lag: int = 0
-    discard: int = 0
-    stream: int = 0
 
 
 @dataclass(frozen=True)
 class GatherTuning:
-    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``batch``: rows a lane loads at a time."""
+    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``lag`` is at least 2.
 
+    Attributes:
+        bulk: fetch rows by bulk copies into shared memory, where their alignment allows it.
+        chunk_bytes: of a row, fetched at once (``bulk``).
+        warps: of a block; with ``bulk`` as many of them as shared memory has room for.
+        batch: rows a lane loads at a time (without ``bulk``).
+    """
+
+    bulk: bool = True
+    chunk_bytes: int = 1024
     warps: int = 20
-    blocks_per_sm: int = 1
     batch: int = 4
+    unit: int = 1024
     segments: int = 7
-    lag: int = 1
+    lag: int = 2
 
 
 def plan(
@@ -173,7 +183,8 @@ def plan(
         (n for n in _PLAN_ITEMS_PER_WARP if items <= n * _PLAN_WARPS * kernels.num_sms),
         _PLAN_ITEMS_PER_WARP[-1],
     )
-    blocks = max(1, -(-items // (_PLAN_WARPS * per_warp)))
+    block_tokens = _PLAN_WARPS * per_warp // top_k
+    blocks = max(1, -(-num_tokens // block_tokens))
     if blocks > _PLAN_BLOCKS_PER_SM * kernels.num_sms:
         raise ArgumentError(
             f"rank {window.rank}: topk_idx has {num_tokens} x {top_k} slots, more than the "
@@ -187,7 +198,7 @@ def plan(
         (*window._common(), np.int64(layout.counts_offset), header, topk_idx_TK, topk_weights_TK,
          num_tokens, top_k, num_experts, max_tokens, alignment, new(blocks, ranks + num_experts),
          window.first_bad, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
-        shared_bytes=((_PLAN_WARPS + 2) * num_experts + ranks) * 4,
+        shared_bytes=((_PLAN_WARPS + 2) * num_experts + ranks + 2 * block_tokens) * 4,
     )  # fmt: skip
     return tables
 
@@ -244,8 +255,7 @@ def scatter_rows(
         "WARPS": tuning.warps,
         "BLOCKS_PER_SM": tuning.blocks_per_sm,
         "UNROLL": tuning.unroll,
-        "DISCARD": tuning.discard,
-        "STREAM": tuning.stream,
+        "UNIT": tuning.unit,
     }
     grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm
     kernels.launch(
@@ -297,21 +307,30 @@ def gather_sum(
     if row_scalars_R is not None:
         scalars = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     tuning = tuning or GatherTuning()
+    vec = vector_bytes(hidden * rows_RH.element_size(), rows_RH, out)
     defines = {
         "DTYPE": DTYPE_CODE[rows_RH.dtype],
-        "VEC_BYTES": vector_bytes(hidden * rows_RH.element_size(), rows_RH, out),
+        "VEC_BYTES": vec,
         "WEIGHTED": int(row_weights_R is not None),
-        "WARPS": tuning.warps,
-        "BLOCKS_PER_SM": tuning.blocks_per_sm,
-        "BATCH": tuning.batch,
+        "UNIT": tuning.unit,
     }
-    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm
+    warps, shared = tuning.warps, 0
+    if tuning.bulk and vec == 16:
+        of_a_warp = 2 * top_k * tuning.chunk_bytes
+        warps = min(warps, _SHARED_BYTES // of_a_warp)
+        shared = warps * of_a_warp
+        file, name = "gather_bulk.cu", "gather_sum_bulk"
+        defines |= {"CHUNK_BYTES": tuning.chunk_bytes, "WARPS": warps}
+    else:
+        file, name = "gather.cu", "gather_sum"
+        defines |= {"BATCH": tuning.batch, "WARPS": warps}
     kernels.launch(
-        "gather.cu", "gather_sum", defines, grid, tuning.warps * 32,
+        file, name, defines, min(num_sms or kernels.num_sms, kernels.num_sms), warps * 32,
         (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
          np.int64(layout.flags_offset), np.int64(layout.scalars_offset), np.int64(layout.pitch), rows_RH,
          row_weights_R, row_scalars_R, recv_rows_PTK, tables.slot_rows_TK, tables.slot_ranks_TK,
          tables.token_counts_P, out, scalars, tuning.segments, tuning.lag),
+        shared_bytes=shared,
     )  # fmt: skip
     return out, scalars
 

@@ -10,7 +10,7 @@ from ..status import HEADER_WORDS
 __all__ = ["MAX_RANKS", "MAX_SEGMENTS", "MAX_TOP_K", "STATE_WORDS", "WindowLayout"]
 
 MAX_RANKS = 64  # as in common.cuh
-MAX_SEGMENTS = 8
+MAX_SEGMENTS = 16
 MAX_TOP_K = 32  # a lane of a warp holds a slot
 STATE_WORDS = 8
 _CONTROL_BYTES = 512
@@ -77,7 +77,7 @@ class WindowLayout:
 
     @property
     def flags_offset(self) -> int:
-        """int32 [ep_size, max_tokens, 8]: the epoch in which each segment of a row last arrived."""
+        """int32 [ep_size, max_tokens, 16]: the epoch in which each segment of a row last arrived."""
         return round_up(self.scalars_offset + self._slots * 4, _ALIGNMENT)
 
     @property

@@ -46,7 +46,7 @@ class EmulatedRanks:
         # waits for it: give every stream's pool enough memory beforehand.
         for stream in self.streams:
             with torch.cuda.stream(stream):
-                pool = [torch.empty(1 << 19, dtype=torch.uint8, device=self.device) for _ in range(32)]
+                pool = [torch.empty(1 << 19, dtype=torch.uint8, device=self.device) for _ in range(128)]
                 pool.append(torch.empty(1 << 27, dtype=torch.uint8, device=self.device))
                 del pool
         torch.cuda.synchronize()

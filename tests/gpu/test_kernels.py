@@ -210,7 +210,7 @@ def test_scatter(run: Run) -> None:
     "variant",
     [
         dict(lag=3, segments=1),
-        dict(discard=1, stream=1),
+        dict(unit=512, segments=16),
         dict(warps=4, blocks_per_sm=1, unroll=1),
         dict(lag=0, segments=3),
     ],
@@ -253,7 +253,17 @@ def test_scatter_again_uses_the_kept_table(run: Run) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("variant", [{}, dict(warps=4, batch=3, segments=1, lag=2)], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        dict(bulk=False),
+        dict(bulk=False, warps=4, batch=3, segments=1, lag=5),
+        dict(chunk_bytes=512, unit=512, segments=16, warps=9),
+        dict(chunk_bytes=2048, warps=3, segments=2, lag=3),
+    ],
+    ids=str,
+)
 def test_gather(run: Run, weighted: bool, variant: dict[str, int]) -> None:
     case, device = run.case, run.ranks.device
     outputs = [y.to(device) for y in case.rows_of]
@@ -374,9 +384,7 @@ def test_codec_decodes_every_byte_and_scale() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
     wire = torch.cat([elements, scales], 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert_same(
-            ops.dequantize_rows(kernels, wire.cuda(), 256, dtype), dequantize_packed(wire, 256, dtype)
-        )
+        assert_same(ops.dequantize_rows(kernels, wire.cuda(), 256, dtype), dequantize_packed(wire, 256, dtype))
 
 
 @pytest.mark.parametrize("hidden", [1, 5, 96, 256, 257, 512, 2880, 4096, 7168])
@@ -410,7 +418,5 @@ def test_addresses_beyond_32_bits() -> None:
     assert out.numel() > 2**32
     for token, row in enumerate((num_rows - 1, num_rows // 2, 0)):
         assert_same(out[row], case.tokens[0][token])
-    back, _ = ops.gather_sum(
-        run.kernels, run.ranks.windows[0], out, run.tables[0], recv, max_tokens=run.max_tokens
-    )
+    back, _ = ops.gather_sum(run.kernels, run.ranks.windows[0], out, run.tables[0], recv, max_tokens=run.max_tokens)
     assert_same(back, case.tokens[0])

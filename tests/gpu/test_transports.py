@@ -51,8 +51,10 @@ def prepare(spec: Spec) -> tuple[list[list[list[int]]], list[reference.Layout], 
     topk_idx = spec.topk_idx()
     plan = reference.layouts(topk_idx, spec.num_experts, spec.alignment)
     idx_dtype = getattr(torch, spec.idx_dtype)
-    return topk_idx, plan, steps.make_inputs(
-        plan, topk_idx, spec.top_k, spec.hidden, DTYPES[spec.dtype], idx_dtype, spec.seed
+    return (
+        topk_idx,
+        plan,
+        steps.make_inputs(plan, topk_idx, spec.top_k, spec.hidden, DTYPES[spec.dtype], idx_dtype, spec.seed),
     )
 
 

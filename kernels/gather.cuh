@@ -1,0 +1,134 @@
+// What gather.cu (loads into registers) and gather_bulk.cu (bulk copies into shared memory) share: the tables,
+// and what one warp has to sum.
+//
+// Option: WEIGHTED (1 = rows are scaled by row_weights).
+#pragma once
+#include "common.cuh"
+
+#ifndef WEIGHTED
+#define WEIGHTED 0
+#endif
+#define NO_SUMMAND 0xffffffffu
+
+// What one token's segment is the sum of; a lane holds a summand. `key` orders them: rank * 32 + slot. A
+// summand of another rank is that rank's partial sum, those of the own rank are rows.
+struct Summands {
+    u32 key;
+    u64 address;
+    float weight;
+};
+struct Gather {
+    const u64* peers;
+    int* state;
+    i64 timeout_ns;
+    int me, P, T_max, K, H, epoch, nseg;
+    i64 area_offset, flags_offset, scalars_offset, pitch;
+    u64 rows;
+    i64 row_bytes;
+    const float* row_weights_R;
+    const float* row_scalars_R;
+    const int* recv_rows_PTK;
+    const int* slot_rows_TK;
+    const int* slot_ranks_TK;
+    u64 out;
+    float* slot_scalars_TK;
+};
+
+// One sum to make: what of, where to, and the flag to raise when it has been made (give) or null (take).
+struct Task {
+    Summands summands;
+    u64 target;
+    int* flag;
+    bool empty;
+};
+
+// This rank's rows of token t of rank dst, for dst's window.
+__device__ __forceinline__ Task give(const Gather& a, int dst, int t, int seg) {
+    int lane = lane_id();
+    int row = lane < a.K ? a.recv_rows_PTK[((i64)dst * a.T_max + t) * a.K + lane] : -1;
+    i64 slot = (i64)a.me * a.T_max + t;
+    if (seg == 0 && a.row_scalars_R && row >= 0)
+        ((float*)(a.peers[dst] + a.scalars_offset))[slot * a.K + lane] = a.row_scalars_R[row];
+    return {{row >= 0 ? (u32)(a.me * 32 + lane) : NO_SUMMAND, a.rows + row * a.row_bytes,
+             WEIGHTED && row >= 0 ? a.row_weights_R[row] : 0.0f},
+            a.peers[dst] + a.area_offset + slot * a.pitch,
+            (int*)(a.peers[dst] + a.flags_offset) + slot * MAX_SEGMENTS + seg,
+            !__any_sync(FULL_MASK, row >= 0)};
+}
+
+// The sum of all ranks' sums of the own token t, once they have arrived.
+__device__ __forceinline__ Task take(const Gather& a, int t, int seg) {
+    int lane = lane_id();
+    i64 at = (i64)t * a.K + lane;
+    int rank = lane < a.K ? a.slot_ranks_TK[at] : -1, row = lane < a.K ? a.slot_rows_TK[at] : -1;
+    bool here = rank == a.me, first = (__match_any_sync(FULL_MASK, rank) & lanes_below()) == 0;
+    i64 slot = (i64)rank * a.T_max + t;
+    bool arrived = true;
+    if (!here && rank >= 0)
+        arrived = wait_for((const int*)(a.peers[a.me] + a.flags_offset) + slot * MAX_SEGMENTS + seg, a.epoch, a.state,
+                           a.timeout_ns, OP_GATHER, rank);
+    if (seg == 0 && a.row_scalars_R && lane < a.K) {
+        float scalar = 0.0f;
+        if (here) scalar = a.row_scalars_R[row];
+        else if (rank >= 0)
+            scalar = *(const volatile float*)(a.peers[a.me] + a.scalars_offset + (slot * a.K + lane) * 4);
+        a.slot_scalars_TK[at] = scalar;
+    }
+    return {{here || (rank >= 0 && first) ? (u32)(rank * 32 + lane) : NO_SUMMAND,
+             here ? a.rows + row * a.row_bytes : a.peers[a.me] + a.area_offset + slot * a.pitch,
+             WEIGHTED && here ? a.row_weights_R[row] : 0.0f},
+            a.out + t * a.row_bytes, nullptr, !__all_sync(FULL_MASK, arrived)};
+}
+
+// The parameters of both kernels, documented in gather.cu.
+#define GATHER_PARAMETERS                                                                                       \
+    const u64 *__restrict__ peers, int *state, i64 timeout_ns, int me, int P, int T_max, int K, int H,          \
+        i64 area_offset, i64 flags_offset, i64 scalars_offset, i64 pitch, const void *rows_RH,                  \
+        const float *__restrict__ row_weights_R, const float *__restrict__ row_scalars_R,                       \
+        const int *__restrict__ recv_rows_PTK, const int *__restrict__ slot_rows_TK,                            \
+        const int *__restrict__ slot_ranks_TK, const int *__restrict__ token_counts_P, void *out_TH,            \
+        float *slot_scalars_TK, int segments, int lag
+// Enters the operation: defines epoch, a, nseg, warps, w and rounds.
+#define GATHER_BEGIN                                                                                            \
+    int epoch = current_epoch(state), most = 0;                                                                 \
+    announce(peers, me, P, epoch);                                                                              \
+    for (int r = 0; r < P; ++r) most = most > token_counts_P[r] ? most : token_counts_P[r];                     \
+    int nseg = segments_of(H, most, segments);                                                                  \
+    Gather a = {peers, state, timeout_ns, me, P, T_max, K, H, epoch, nseg, area_offset, flags_offset,           \
+                scalars_offset, pitch, (u64)rows_RH, (i64)H * ITEM_BYTES, row_weights_R, row_scalars_R,         \
+                recv_rows_PTK, slot_rows_TK, slot_ranks_TK, (u64)out_TH, slot_scalars_TK};                      \
+    int warps = gridDim.x * WARPS, w = (threadIdx.x / 32) * gridDim.x + blockIdx.x;                             \
+    int rounds = (most * nseg + warps - 1) / warps;
+
+// The tasks of a warp in order: in each round a give to every peer, then a take `lag` rounds behind.
+struct Schedule {
+    int round, d;
+    bool taking;
+    int dst, t, seg;
+};
+__device__ __forceinline__ Schedule first_task() {
+    Schedule s = {0, 0, false, 0, 0, 0};
+    return s;
+}
+// Moves on to the next task there is; false behind the last one.
+__device__ __forceinline__ bool advance(Schedule& s, const Gather& a, const int* token_counts_P, int rounds, int lag,
+                                        int warps, int w) {
+    for (;;) {
+        if (s.d == a.P) {
+            s.d = 0;
+            ++s.round;
+        }
+        if (s.round >= rounds + lag) return false;
+        ++s.d;
+        s.taking = s.d == a.P;
+        if (s.taking ? s.round < lag : s.round >= rounds) continue;
+        int item = (s.taking ? s.round - lag : s.round) * warps + w;
+        s.dst = s.taking ? a.me : a.me + s.d < a.P ? a.me + s.d : a.me + s.d - a.P;
+        s.t = item / a.nseg;
+        s.seg = item - s.t * a.nseg;
+        if (s.t < token_counts_P[s.dst]) return true;
+    }
+}
+__device__ __forceinline__ Task make_task(const Gather& a, const Schedule& s) {
+    return s.taking ? take(a, s.t, s.seg) : give(a, s.dst, s.t, s.seg);
+}
