@@ -104,7 +104,14 @@ def init_distributed(
             f"group: {error}"
         ) from error
     env = Env(
-        info.rank, info.world_size, local_rank, local_world_size, device, backend, dist.group.WORLD, info.launcher
+        info.rank,
+        info.world_size,
+        local_rank,
+        local_world_size,
+        device,
+        backend,
+        dist.group.WORLD,
+        info.launcher,
     )
     if _Owned.env is None:
         atexit.register(shutdown)
@@ -117,8 +124,8 @@ def shutdown(*, failed: bool | None = None) -> None:
 
     Args:
         failed: this rank gives up after an error, so the others must not be waited for. Under MPI the whole
-            job is then aborted, because ``MPI_Finalize`` would wait for ranks that wait for this one. ``None``
-            looks whether an uncaught exception is ending the interpreter.
+            job is then aborted, because ``MPI_Finalize`` would wait for ranks that wait for this one.
+            ``None`` looks whether an uncaught exception is ending the interpreter.
     """
     env, store, hosts_store = _Owned.env, _Owned.store, _Owned.hosts_store
     _Owned.env, _Owned.store, _Owned.hosts_store = None, None, False
@@ -318,8 +325,7 @@ def _exchange(info: LaunchInfo, store: dist.Store, what: str, value: str) -> lis
         got = [store.get(f"ep_comm/{what}/{rank}").decode() for rank in range(info.world_size)]
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {info.rank} of {info.world_size} ({info.launcher}): not all ranks arrived at the "
-            f"rendezvous: {error}"
+            f"rank {info.rank} of {info.world_size} ({info.launcher}): not all ranks arrived at the rendezvous: {error}"
         ) from error
     return ["" if text == "-" else text for text in got]
 

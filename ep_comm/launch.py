@@ -49,7 +49,11 @@ def launch_ranks(ranks: int, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="ep_comm_") as log_dir, _children_environment(ranks), _quiet_elastic():
+    with (
+        tempfile.TemporaryDirectory(prefix="ep_comm_") as log_dir,
+        _children_environment(ranks),
+        _quiet_elastic(),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -15,7 +15,7 @@ from .errors import ConfigError
 __all__ = ["LAUNCHERS", "LaunchInfo", "detect_launcher", "expand_first_host"]
 
 LAUNCHERS = ("torchrun", "env", "openmpi", "mpich", "slurm", "single")
-"""Names :func:`detect_launcher` can return. ``"env"`` is RANK/WORLD_SIZE set by something other than torchrun."""
+"""What :func:`detect_launcher` returns; ``"env"`` is RANK and WORLD_SIZE without torchrun."""
 
 
 @dataclass(frozen=True)

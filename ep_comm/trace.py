@@ -22,7 +22,14 @@ import torch
 
 from .errors import EPError
 
-__all__ = ["RouterTraceRecord", "RouterTraceWriter", "TraceError", "read_router_trace", "trace_files", "trace_path"]
+__all__ = [
+    "RouterTraceRecord",
+    "RouterTraceWriter",
+    "TraceError",
+    "read_router_trace",
+    "trace_files",
+    "trace_path",
+]
 
 _INTEGERS = ("step", "layer", "rank", "num_tokens", "topk")
 
@@ -132,7 +139,7 @@ class RouterTraceWriter:
         self._step: int | None = None
         self._pending: list[tuple[int, torch.Tensor]] = []
         try:
-            self._file: IO[str] | None = open(self.path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+            self._file: IO[str] | None = open(self.path, "a" if append else "w", encoding="utf-8")
         except OSError as error:
             raise TraceError(f"cannot write the routing trace {self.path}: {error.strerror}") from error
 

@@ -17,7 +17,17 @@ from ep_comm.launch import launch_ranks
 from ep_comm.launchers import LaunchInfo, detect_launcher, expand_first_host
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+LAUNCH_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+)
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -29,8 +39,9 @@ OPENMPI = {
 }  # fmt: skip
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SLURM = {
-    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_JOB_ID": "11", "SLURM_STEP_ID": "0",
 }  # fmt: skip
 PLAIN = {"RANK": "3", "WORLD_SIZE": "4"}
 
@@ -47,7 +58,10 @@ PLAIN = {"RANK": "3", "WORLD_SIZE": "4"}
         ({**PLAIN, "MASTER_ADDR": "h", "MASTER_PORT": "1"}, LaunchInfo("env", 3, 4, None, None, "h", 1)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchInfo("env", 0, 1)),
         # torchrun under mpirun or srun, one a host: the inner launcher wins.
-        ({**OPENMPI, **TORCHRUN, "OMPI_COMM_WORLD_RANK": "1"}, LaunchInfo("torchrun", 3, 4, 1, 2, "host", 29500)),
+        (
+            {**OPENMPI, **TORCHRUN, "OMPI_COMM_WORLD_RANK": "1"},
+            LaunchInfo("torchrun", 3, 4, 1, 2, "host", 29500),
+        ),
         ({**SLURM, **OPENMPI, "SLURM_PROCID": "0"}, LaunchInfo("openmpi", 3, 4, 1, 2)),
         # srun --mpi=pmi2 sets PMI_RANK itself, and Slurm knows the hosts.
         ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, LaunchInfo("slurm", 3, 4, 1, 2, "node07", 20341)),
@@ -91,7 +105,13 @@ def test_launcher_can_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("n[003-007,9],m1", "n003"), ("gpu-1,gpu-2", "gpu-1"), ("r[1,5]n-x", "r1n-x"), ("a.b.c", "a.b.c")],
+    [
+        ("a", "a"),
+        ("n[003-007,9],m1", "n003"),
+        ("gpu-1,gpu-2", "gpu-1"),
+        ("r[1,5]n-x", "r1n-x"),
+        ("a.b.c", "a.b.c"),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
     assert expand_first_host(nodes) == first
@@ -193,11 +213,22 @@ def test_mpi_without_mpi4py_names_the_extra() -> None:
 def test_mpirun_ranks_meet_through_mpi() -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
-        [shutil.which("mpirun", path=path), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", PROGRAM],
+        [
+            shutil.which("mpirun", path=path),
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-n",
+            "2",
+            sys.executable,
+            "-c",
+            PROGRAM,
+        ],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} of 2 local {rank} of 2 openmpi gloo cpu sum 3" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} of 2 local {rank} of 2 openmpi gloo cpu sum 3" for rank in range(2)
+    ]

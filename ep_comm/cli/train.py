@@ -26,9 +26,20 @@ OptFloat = Optional[float]  # noqa: UP045
 
 
 def train(
-    data: Annotated[OptPath, _option("--data", "Text file or folder.", _DATA, show_default="sources of Python's standard library")] = None,
+    data: Annotated[
+        OptPath,
+        _option("--data", "Text file or folder.", _DATA, show_default="sources of Python's standard library"),
+    ] = None,
     max_bytes: Annotated[int, _option("--max-bytes", "Read at most so many bytes of it.", _DATA)] = 16_000_000,
-    ranks: Annotated[OptInt, _option("--ranks", "Processes to start here, unless torchrun, mpirun or srun did.", _TRAINING, show_default="one a GPU, or 2")] = None,
+    ranks: Annotated[
+        OptInt,
+        _option(
+            "--ranks",
+            "Processes to start here, unless torchrun, mpirun or srun did.",
+            _TRAINING,
+            show_default="one a GPU, or 2",
+        ),
+    ] = None,
     steps: Annotated[int, _option("--steps", "Optimizer steps of the whole run.", _TRAINING)] = 120,
     batch_size: Annotated[int, _option("--batch-size", "Sequences a rank and step.", _TRAINING)] = 8,
     seed: Annotated[int, _option("--seed", "Weights, dropout and order of the text.", _TRAINING)] = 0,
@@ -44,34 +55,61 @@ def train(
     ffn_size: Annotated[int, _option("--ffn-size", "Inner width of an expert.", _MODEL)] = 192,
     sequence_length: Annotated[int, _option("--sequence-length", "Bytes of a sequence.", _MODEL)] = 128,
     dropout: Annotated[float, _option("--dropout", "Dropout on the residual branches.", _MODEL)] = 0.05,
-    tied_embedding: Annotated[bool, _option("--tied-embedding", "Share the weights of embedding and output.", _MODEL)] = False,
+    tied_embedding: Annotated[
+        bool, _option("--tied-embedding", "Share the weights of embedding and output.", _MODEL)
+    ] = False,
     dense_first: Annotated[bool, _option("--dense-first", "No experts in the first layer.", _MODEL)] = False,
-    fp32_logits: Annotated[bool, _option("--fp32-logits", "Compute the logits in FP32 whatever --dtype is.", _MODEL)] = False,
+    fp32_logits: Annotated[
+        bool, _option("--fp32-logits", "Compute the logits in FP32 whatever --dtype is.", _MODEL)
+    ] = False,
     num_experts: Annotated[int, _option("--experts", "Experts of a layer, over all ranks.", _MODEL)] = 8,
     top_k: Annotated[int, _option("--top-k", "Experts a token.", _MODEL)] = 2,
     score: Annotated[str, _option("--score", "Router score: sigmoid or softmax.", _MODEL)] = "sigmoid",
-    bias_rate: Annotated[float, _option("--bias-rate", "Step of the loss-free load balancing; 0 = off.", _MODEL)] = 0.005,
+    bias_rate: Annotated[
+        float, _option("--bias-rate", "Step of the loss-free load balancing; 0 = off.", _MODEL)
+    ] = 0.005,
     aux_loss: Annotated[float, _option("--aux-loss", "Coefficient of the load-balancing loss; 0 = off.", _MODEL)] = 0.0,
     shared_ffn: Annotated[int, _option("--shared-ffn", "Inner width of a shared expert; 0 = none.", _MODEL)] = 0,
     mode: Annotated[str, _option("--mode", "static or eager.", _EP)] = "static",
-    dispatch_dtype: Annotated[str, _option("--dispatch-dtype", "Tokens on the wire: mxfp8 or bf16 (bf16: in --dtype, unquantised).", _EP)] = "mxfp8",
-    grad_dtype: Annotated[str, _option("--grad-dtype", "Gradients of the combine on the wire: mxfp8 or bf16.", _EP)] = "mxfp8",
+    dispatch_dtype: Annotated[
+        str,
+        _option("--dispatch-dtype", "Tokens on the wire: mxfp8 or bf16 (bf16: in --dtype, unquantised).", _EP),
+    ] = "mxfp8",
+    grad_dtype: Annotated[
+        str, _option("--grad-dtype", "Gradients of the combine on the wire: mxfp8 or bf16.", _EP)
+    ] = "mxfp8",
     budget: Annotated[OptInt, _option("--budget", "Rows of a layer's receive buffer at the start.", _EP)] = None,
-    capacity_factor: Annotated[OptFloat, _option("--capacity-factor", "The same as a multiple of the mean load.", _EP, show_default="1.0")] = None,
-    max_budget: Annotated[OptInt, _option("--max-budget", "Rows beyond which no budget grows.", _EP, show_default="the worst case")] = None,
-    headroom: Annotated[float, _option("--headroom", "Share added to the required rows when a budget grows.", _EP)] = 0.1,
+    capacity_factor: Annotated[
+        OptFloat,
+        _option("--capacity-factor", "The same as a multiple of the mean load.", _EP, show_default="1.0"),
+    ] = None,
+    max_budget: Annotated[
+        OptInt,
+        _option("--max-budget", "Rows beyond which no budget grows.", _EP, show_default="the worst case"),
+    ] = None,
+    headroom: Annotated[
+        float, _option("--headroom", "Share added to the required rows when a budget grows.", _EP)
+    ] = 0.1,
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _EP)] = 16,
     transport: Annotated[str, _option("--transport", "auto, collective or symmetric.", _EP)] = "auto",
     capture: Annotated[str, _option("--capture", "CUDA graphs: auto, always or never.", _EP)] = "auto",
-    validation_batches: Annotated[int, _option("--validation-batches", "Batches of held-out text at the end.", _OUTPUT)] = 4,
+    validation_batches: Annotated[
+        int, _option("--validation-batches", "Batches of held-out text at the end.", _OUTPUT)
+    ] = 4,
     plot: Annotated[OptPath, _option("--plot", "Draw loss and budgets into this picture.", _OUTPUT)] = None,
-    trace: Annotated[OptPath, _option("--trace", "Write the routing of every step here, one file a rank.", _OUTPUT)] = None,
+    trace: Annotated[
+        OptPath, _option("--trace", "Write the routing of every step here, one file a rank.", _OUTPUT)
+    ] = None,
     json: Annotated[OptPath, _option("--json", "Write the final report for programs.", _OUTPUT)] = None,
     save: Annotated[OptPath, _option("--save", "Folder for checkpoints.", _OUTPUT)] = None,
-    save_every: Annotated[int, _option("--save-every", "Steps between checkpoints.", _OUTPUT, show_default="only at the end")] = 0,
+    save_every: Annotated[
+        int, _option("--save-every", "Steps between checkpoints.", _OUTPUT, show_default="only at the end")
+    ] = 0,
     resume: Annotated[OptPath, _option("--resume", "Continue from this folder's latest checkpoint.", _OUTPUT)] = None,
-    verify: Annotated[bool, _option("--verify", "Train again in eager mode and compare the weights bit for bit.", _OUTPUT)] = False,
-) -> int:  # fmt: skip
+    verify: Annotated[
+        bool, _option("--verify", "Train again in eager mode and compare the weights bit for bit.", _OUTPUT)
+    ] = False,
+) -> int:
     """Train a byte-level MoE language model on real text, its experts spread over ranks.
 
     Without torchrun, mpirun or srun it starts its own ranks on this machine.

@@ -1,4 +1,4 @@
-"""``ep-comm train``: a byte-level MoE language model, trained on real text with its experts spread over ranks."""
+"""``ep-comm train``: a byte-level MoE language model on real text, its experts spread over ranks."""
 
 from __future__ import annotations
 

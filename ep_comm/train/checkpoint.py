@@ -1,8 +1,8 @@
 """Checkpoints: one file a rank, written so that a crash never leaves half of one behind.
 
-    run/latest                      name of the newest complete checkpoint
-    run/step_000060/rank_0.pt       everything rank 0 needs to go on as if nothing had happened
-    run/step_000060/rank_1.pt
+run/latest                      name of the newest complete checkpoint
+run/step_000060/rank_0.pt       everything rank 0 needs to go on as if nothing had happened
+run/step_000060/rank_1.pt
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def load_checkpoint(
     _compare(folder, state["identity"], identity)
     if state["fingerprint"] != fingerprint:
         raise ConfigError(
-            f"--resume {folder}: the text differs from the saved run's (fingerprint {state['fingerprint']} there, "
-            f"{fingerprint} here). Give the same --data, --max-bytes and --sequence-length"
+            f"--resume {folder}: the text differs from the saved run's (fingerprint {state['fingerprint']} "
+            f"there, {fingerprint} here). Give the same --data, --max-bytes and --sequence-length"
         )
     return state
 

@@ -1,4 +1,4 @@
-"""Gradients over ranks: averaged where weights are replicated, scaled where a rank owns them, clipped together."""
+"""Gradients over ranks: replicated weights averaged, a rank's own experts scaled, all clipped together."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class GradientReducer:
             torch._foreach_mul_(expert_grads, 1.0 / self._world_size)
             own_square = sum(grad.float().square().sum() for grad in expert_grads)
         # Loss and experts' norm travel in the same all-reduce as the gradients.
-        flat = torch.cat([*(grad.reshape(-1).float() for grad in grads), loss.detach().float().view(1), own_square.view(1)])
+        flat = torch.cat(
+            [*(grad.reshape(-1).float() for grad in grads), loss.detach().float().view(1), own_square.view(1)]
+        )
         dist.all_reduce(flat, group=self._group)
         mean = flat[:-1].div_(self._world_size)
         norm = (mean[:-1].square().sum() + flat[-1]).sqrt()

@@ -196,9 +196,7 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Continue from a checkpoint, see :func:`load_checkpoint` for what it must match."""
         env = self.env
-        state = load_checkpoint(
-            folder, env.rank, env.world_size, self.options.identity(), self.corpus.fingerprint
-        )
+        state = load_checkpoint(folder, env.rank, env.world_size, self.options.identity(), self.corpus.fingerprint)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
@@ -303,11 +301,11 @@ class Trainer:
         )
 
     def wire_facts(self) -> list[dict[str, Any]]:
-        """Bytes between ranks in each direction so far, over all ranks and layers, discarded attempts included.
+        """Bytes between ranks in each direction so far, over ranks and layers, discarded attempts included.
 
-        ``plain`` is what the same tokens take without MXFP8. Collective. Empty slots that static mode pads its
-        equal splits with on the collective transport are not counted: they depend on the budget, not on the
-        format.
+        ``plain`` is what the same tokens take without MXFP8. Collective. Empty slots that static mode pads
+        its equal splits with on the collective transport are not counted: they depend on the budget, not on
+        the format.
         """
         sent = torch.tensor([layer.dispatcher.tokens_sent for layer in self.layers], device=self.env.device)
         dist.all_reduce(sent, group=self.env.group)
@@ -318,7 +316,10 @@ class Trainer:
         dispatcher = self.layers[0].dispatcher
         for direction in DIRECTIONS:
             row = dispatcher.wire_row_bytes(direction, dtype)
-            formats = {"dispatch_forward": self.options.dispatch_dtype, "combine_backward": self.options.grad_dtype}
+            formats = {
+                "dispatch_forward": self.options.dispatch_dtype,
+                "combine_backward": self.options.grad_dtype,
+            }
             mxfp8 = formats.get(direction) == "mxfp8"
             plain = row
             if mxfp8:

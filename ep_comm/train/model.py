@@ -51,9 +51,7 @@ class ModelConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be an integer from 1, got {value!r}")
         if self.hidden_size % (2 * self.heads):
-            raise ConfigError(
-                f"hidden_size must be a multiple of 2 * heads = {2 * self.heads}, got {self.hidden_size}"
-            )
+            raise ConfigError(f"hidden_size must be a multiple of 2 * heads = {2 * self.heads}, got {self.hidden_size}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be from 0 to below 1, got {self.dropout!r}")
         if self.dense_first and self.layers < 2:

@@ -15,9 +15,9 @@ __all__ = ["TrainOptions"]
 
 # A resumed run that differs in one of these would not be the run that was saved.
 _IDENTITY = (
-    "seed", "batch_size", "num_experts", "top_k", "score", "bias_rate", "aux_loss", "shared_ffn", "dtype", "hidden_size",
-    "layers", "heads", "ffn_size", "sequence_length", "dropout", "tied_embedding", "dense_first", "fp32_logits",
-    "dispatch_dtype", "grad_dtype", "weight_decay", "clip", "alignment",
+    "seed", "batch_size", "num_experts", "top_k", "score", "bias_rate", "aux_loss", "shared_ffn", "dtype",
+    "hidden_size", "layers", "heads", "ffn_size", "sequence_length", "dropout", "tied_embedding",
+    "dense_first", "fp32_logits", "dispatch_dtype", "grad_dtype", "weight_decay", "clip", "alignment",
 )  # fmt: skip
 
 
@@ -31,8 +31,8 @@ class TrainOptions:
         steps: optimizer steps of the whole run, those before a resume included.
         batch_size: sequences a rank and step.
         seed: weights, dropout and data order follow from it.
-        learning_rate, warmup, weight_decay, clip: AdamW's peak rate, steps of linear warm-up before the cosine
-            decay to a tenth, decay, and the largest gradient norm over all ranks.
+        learning_rate, warmup, weight_decay, clip: AdamW's peak rate, steps of linear warm-up before the
+            cosine decay to a tenth, decay, and the largest gradient norm over all ranks.
         num_experts, top_k: of every MoE layer.
         score, bias_rate, aux_loss, shared_ffn: router score, step of the loss-free load balancing,
             coefficient of the auxiliary loss, and inner width of a shared expert (0 = none).

@@ -54,7 +54,7 @@ def plot_run(path: Path, history: History, validation_loss: float | None, title:
         plt.close(figure)
 
 
-def _draw_loss(axis, history: History, validation_loss: float | None) -> None:  # noqa: ANN001
+def _draw_loss(axis, history: History, validation_loss: float | None) -> None:
     steps = range(len(history.losses))
     axis.plot(steps, history.losses, color=_BLUE, linewidth=1.4, label="training loss")
     replayed = [step for step in history.replayed if step < len(history.losses)]
@@ -69,21 +69,25 @@ def _draw_loss(axis, history: History, validation_loss: float | None) -> None:  
         )
     if validation_loss is not None:
         axis.axhline(
-            validation_loss, color=_GREY, linestyle="--", linewidth=1, label=f"validation {validation_loss:.3f}"
+            validation_loss,
+            color=_GREY,
+            linestyle="--",
+            linewidth=1,
+            label=f"validation {validation_loss:.3f}",
         )
     axis.set_ylabel("nats / byte")
     axis.legend(frameon=False, fontsize=8, loc="upper right")
     _clean(axis)
 
 
-def _draw_layer(axis, history: History, layer: int) -> None:  # noqa: ANN001
+def _draw_layer(axis, history: History, layer: int) -> None:
     first = len(history.budgets) - len(history.required)
     steps = range(first, len(history.budgets))
     budget = [rows[layer] for rows in history.budgets[first:]]
     required = [rows[layer] for rows in history.required]
     axis.step(steps, budget, where="mid", color=_GREY, linewidth=1.2, label="budget")
     axis.plot(steps, required, color=_BLUE, linewidth=1.0, label="required rows")
-    over = [step for step, rows, limit in zip(steps, required, budget) if rows > limit]
+    over = [step for step, rows, limit in zip(steps, required, budget, strict=True) if rows > limit]
     axis.scatter(over, [required[step - first] for step in over], color=_RED, s=16, zorder=3, label="overflow")
     axis.set_ylabel(f"layer {layer}\nrows", fontsize=8)
     axis.tick_params(labelsize=7)
@@ -94,6 +98,6 @@ def _draw_layer(axis, history: History, layer: int) -> None:  # noqa: ANN001
     _clean(axis)
 
 
-def _clean(axis) -> None:  # noqa: ANN001
+def _clean(axis) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e2e8f0", linewidth=0.6)

@@ -40,9 +40,7 @@ class TrainingProgress:
                 console=console,
                 expand=True,
             )
-            self._task = self._bar.add_task(
-                label, total=steps, completed=first, loss="-", rate="-", events=""
-            )
+            self._task = self._bar.add_task(label, total=steps, completed=first, loss="-", rate="-", events="")
 
     def __call__(self, run: Trainer) -> None:
         """Take note of a finished step."""

@@ -42,7 +42,8 @@ def train(options: TrainOptions, env: Env) -> None:
     if console is not None:
         print_report(console, facts)
         if options.plot is not None:
-            title = f"ep-comm train: {env.world_size} ranks, {run.mode} mode, {options.num_experts} experts top-{options.top_k}"
+            experts = f"{options.num_experts} experts top-{options.top_k}"
+            title = f"ep-comm train: {env.world_size} ranks, {run.mode} mode, {experts}"
             plot_run(options.plot, run.history, validation_loss, title)
             console.print(f"\nplot written to {options.plot}")
     if options.verify:
@@ -77,8 +78,8 @@ def _verify(run: Trainer, console: Console | None) -> Comparison:
         eager.close()
     if console is not None:
         console.print(
-            f"\nweights: bit for bit equal to eager mode ({result.tensors} tensors, {result.values:,} values), "
-            f"and so are optimizer state and router biases ({result.state_tensors} tensors, "
+            f"\nweights: bit for bit equal to eager mode ({result.tensors} tensors, {result.values:,} "
+            f"values), and so are optimizer state and router biases ({result.state_tensors} tensors, "
             f"{result.state_values:,} values)",
             style="green",
         )
@@ -91,7 +92,8 @@ def _announce(console: Console | None, run: Trainer) -> None:
     options, env = run.options, run.env
     source = "Python's standard library" if options.data is None else str(options.data)
     console.print(f"[bold]ep-comm train[/bold]: a byte-level MoE transformer learns {source}")
-    console.print(f"  text   {short(run.corpus.num_bytes)}B, {run.corpus.num_sequences:,} sequences of {options.sequence_length}")
+    sequences = f"{run.corpus.num_sequences:,} sequences of {options.sequence_length}"
+    console.print(f"  text   {short(run.corpus.num_bytes)}B, {sequences}")
     console.print(
         f"  model  {options.layers} layers, {options.num_experts} experts top-{options.top_k}, "
         f"{short(count_parameters(run))} weights in {options.dtype}"

@@ -50,7 +50,7 @@ class PhaseClock:
             self.totals["data"] += seconds
 
     def finish_step(self, runner_seconds: float) -> None:
-        """The runner has returned after ``runner_seconds``: the last attempt counted, earlier ones did not."""
+        """The runner has returned after ``runner_seconds``: the last attempt counts, earlier ones do not."""
         for attempt in self._attempts:
             # "model" was measured around everything, so the exchange inside it is taken out.
             attempt["model"] -= attempt["exchange"]

@@ -53,15 +53,16 @@ def compare_runs(run: Trainer, other: Trainer) -> Comparison:
     first = next((text for text, _ in gathered if text), None)
     if first is not None:
         raise VerificationError(f"{run.mode} and {other.mode} mode differ after {run.step} steps: {first}")
-    return Comparison(*(sum(column) for column in zip(*(counts for _, counts in gathered))))
+    return Comparison(*(sum(column) for column in zip(*(counts for _, counts in gathered), strict=True)))
 
 
 def _tensors(run: Trainer) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
     """Name, tensor, whether it is a weight, and whether all ranks hold the same one."""
     for name, parameter in run.model.named_parameters():
         yield name, parameter.detach(), True, not is_expert(parameter)
+    weights = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     for name, buffer in run.model.state_dict().items():
-        if name not in dict(run.model.named_parameters(remove_duplicate=False)):
+        if name not in weights:
             yield name, buffer, False, True
     for name, parameter in run.model.named_parameters():
         for key, value in sorted(run.optimizer.state.get(parameter, {}).items()):
@@ -82,4 +83,5 @@ def _describe(name: str, own: torch.Tensor, theirs: torch.Tensor, rank: int) -> 
     if own.shape != theirs.shape or own.dtype != theirs.dtype:
         return f"{name} on rank {rank}: {own.dtype} {list(own.shape)} and {theirs.dtype} {list(theirs.shape)}"
     gap = (own.double() - theirs.double()).abs()
-    return f"{name} on rank {rank}: {int((gap != 0).sum())} of {own.numel()} values, by up to {float(gap.max()):.3g}"
+    count = int((gap != 0).sum())
+    return f"{name} on rank {rank}: {count} of {own.numel()} values, by up to {float(gap.max()):.3g}"

@@ -32,7 +32,8 @@ def test_output_tells_the_run_in_80_columns(finished: tuple[Path, str]) -> None:
     _, output = finished
     for part in (
         "step 4/4", "replays", "no token was lost", "Budget of each MoE layer", "required peak", "worst case",
-        "dispatch forward", "without MXFP8", "Time of a step", "weights: bit for bit equal to eager mode (21 tensors,",
+        "dispatch forward", "without MXFP8", "Time of a step",
+        "weights: bit for bit equal to eager mode (21 tensors,",
     ):  # fmt: skip
         assert part in output
     assert max(len(line) for line in output.splitlines()) <= 80
@@ -40,7 +41,12 @@ def test_output_tells_the_run_in_80_columns(finished: tuple[Path, str]) -> None:
 
 def test_json_holds_the_facts(finished: tuple[Path, str]) -> None:
     facts = json.loads((finished[0] / "run.json").read_text())
-    assert (facts["ranks"], facts["steps"], facts["mode"], facts["transport"]) == (2, 4, "static", "collective")
+    assert (facts["ranks"], facts["steps"], facts["mode"], facts["transport"]) == (
+        2,
+        4,
+        "static",
+        "collective",
+    )
     assert facts["replays"] >= 1 and facts["replayed_steps"][0] == 0 and len(facts["losses"]) == 4
     assert facts["verified"]["values"] == facts["parameters"]
     for layer in facts["layers"]:
@@ -55,7 +61,10 @@ def test_plot_is_a_picture(finished: tuple[Path, str]) -> None:
 
 def test_trace_has_one_file_a_rank(finished: tuple[Path, str]) -> None:
     folder, _ = finished
-    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["routing.rank0.jsonl", "routing.rank1.jsonl"]
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == [
+        "routing.rank0.jsonl",
+        "routing.rank1.jsonl",
+    ]
     assert len(list(read_router_trace(folder / "routing.jsonl"))) == 2 * 4 * 2
 
 
@@ -73,7 +82,7 @@ def test_resuming_in_a_new_process_gives_the_same_bits(finished: tuple[Path, str
             for path in (folder / "run", tmp_path)
         )
         assert _flat(whole).keys() == _flat(resumed).keys()
-        for (name, expected), value in zip(_flat(whole).items(), _flat(resumed).values()):
+        for (name, expected), value in zip(_flat(whole).items(), _flat(resumed).values(), strict=True):
             same = torch.equal(expected, value) if isinstance(expected, torch.Tensor) else expected == value
             assert same, name
 

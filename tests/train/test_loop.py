@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ep_comm.train.options import TrainOptions
 from ep_comm.train.verify import VerificationError, compare_runs
 from tests.harness import expect_error, run_ranks
 from tests.train.tiny import TINY, make_trainer
+
 
 def trained(until: int, mode: str | None = None, **options: Any) -> Trainer:
     """Made and trained in one go: a new trainer seeds the generator that dropout draws from."""
@@ -54,7 +56,7 @@ def test_two_ranks_have_the_gradients_of_one_rank_with_both_batches(max_norm: fl
     assert one.keys() == two.keys()
     assert max_norm == 1e9 or float(one["norm"]) > max_norm, "the clipping case must clip"
     for name, expected in one.items():
-        torch.testing.assert_close(two[name], expected, rtol=2e-4, atol=2e-7, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert torch.allclose(two[name], expected, rtol=2e-4, atol=2e-7), name
         assert torch.equal(two[name], other[name]), name
 
 
@@ -62,12 +64,16 @@ def static_and_eager(rank: int, world_size: int, options: dict[str, Any]) -> dic
     static = trained(6, "static", **options)
     eager = trained(6, "eager", **options)
     same = compare_runs(static, eager)
-    result = {"replays": static.runner.replays, "losses": (static.history.losses, eager.history.losses), "same": same}
+    result = {
+        "replays": static.runner.replays,
+        "losses": (static.history.losses, eager.history.losses),
+        "same": same,
+    }
     result["replayed"] = static.history.replayed
     result["over"] = [
         step
-        for step, (budgets, rows) in enumerate(zip(static.history.budgets, static.history.required))
-        if any(need > limit for need, limit in zip(rows, budgets))
+        for step, (budgets, rows) in enumerate(zip(static.history.budgets, static.history.required, strict=True))
+        if any(need > limit for need, limit in zip(rows, budgets, strict=True))
     ]
     result["validation"] = (static.validate(), eager.validate())
     return result
@@ -75,7 +81,14 @@ def static_and_eager(rank: int, world_size: int, options: dict[str, Any]) -> dic
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_static_from_one_row_ends_with_the_weights_of_eager_mode(dtype: str) -> None:
-    options = {"budget": 1, "alignment": 1, "headroom": 0.0, "dtype": dtype, "shared_ffn": 32, "aux_loss": 0.01}
+    options = {
+        "budget": 1,
+        "alignment": 1,
+        "headroom": 0.0,
+        "dtype": dtype,
+        "shared_ffn": 32,
+        "aux_loss": 0.01,
+    }
     results = run_ranks(static_and_eager, 2, options)
     for result in results:
         assert result["replays"] >= 1
@@ -152,7 +165,7 @@ def test_resume_says_what_does_not_fit(tmp_path: Path) -> None:
     ]
     for errors in run_ranks(resume_errors, 2, str(tmp_path)):
         assert [error.type for error in errors] == [kind.__name__ for kind, _ in expected]
-        for error, (_, message) in zip(errors, expected):
+        for error, (_, message) in zip(errors, expected, strict=True):
             assert message in error.message
 
 
@@ -191,7 +204,9 @@ def test_ceiling_is_an_error_that_leaves_the_model_alone() -> None:
         assert untouched
 
 
-def wire_and_time(rank: int, world_size: int, dispatch_dtype: str) -> tuple[list[dict[str, Any]], dict[str, float], float]:
+def wire_and_time(
+    rank: int, world_size: int, dispatch_dtype: str
+) -> tuple[list[dict[str, Any]], dict[str, float], float]:
     run = make_trainer(dispatch_dtype=dispatch_dtype, grad_dtype=dispatch_dtype)
     run.train(3)
     return run.wire_facts(), run.clock.totals, run.seconds
@@ -213,7 +228,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     options = TrainOptions(**{**TINY, "steps": 20, "warmup": 4, "learning_rate": 1.0})
     rates = [options.learning_rate_at(step) for step in range(20)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(a > b for a, b in zip(rates[4:], rates[5:])) and rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[4:])) and rates[-1] == pytest.approx(0.1)
 
 
 def learned(rank: int, world_size: int) -> list[float]:

@@ -13,7 +13,9 @@ from ep_comm.train.model import ByteMoEModel, ModelConfig
 
 
 def make_model(**options: Any) -> ByteMoEModel:
-    config = ModelConfig(**{"hidden_size": 16, "layers": 2, "heads": 2, "ffn_size": 8, "sequence_length": 12, **options})
+    config = ModelConfig(
+        **{"hidden_size": 16, "layers": 2, "heads": 2, "ffn_size": 8, "sequence_length": 12, **options}
+    )
     return ByteMoEModel(config, lambda _: nn.Linear(16, 16), seed=3)
 
 
