@@ -10,8 +10,8 @@
 //   take:   `lag` rounds later, sums its own rows of an own token and the sums that the other ranks gave
 //
 // The arrival flag of a sum is raised after the warp's next task: by then its stores have drained, and the
-// fence that orders them costs little. A warp waits only for sums that their rank flags before it waits for
-// anything later (lag >= 1), so there is no deadlock as long as all blocks are resident.
+// fence that orders them costs little. Before a warp waits for sums of round n, it has flagged its own up to
+// round n; so there is no deadlock as long as all blocks are resident.
 //
 // Beside each row one float32 may travel back, unsummed, to its (token, slot): the gradient of its weight.
 //
@@ -125,19 +125,25 @@ __device__ __forceinline__ void sum_segment(const Summands& s, u32 me, int begin
 //   recv_rows_PTK         rows that this rank holds of each rank's tokens, as scatter_rows left them
 //   slot_rows_TK, slot_ranks_TK, token_counts_P   from plan
 //   out_TH                payload dtype;  slot_scalars_TK float32, zero for slots without a row
-//   segments, lag         least segments of a row; rounds between giving and taking (>= 1); equal on all ranks
+//   segments, lag         least segments of a row; rounds between giving and taking (2 or more keep the loads flowing); equal on all ranks
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gather_sum(GATHER_PARAMETERS) {
     GATHER_BEGIN
     await_peers(peers, me, P, state, epoch, timeout_ns, OP_GATHER);
-    int* pending = nullptr;  // flag of the latest sum given
+    int* pending = nullptr;  // flag of the latest sum given, in round pending_round
+    int pending_round = 0;
     Schedule s = first_task();
     while (advance(s, a, token_counts_P, rounds, lag, warps, w)) {
+        if (pending && s.taking && pending_round <= s.round - lag) {
+            if (lane_id() == 0) store_release(pending, epoch);
+            pending = nullptr;
+        }
         Task task = make_task(a, s);
         if (!task.empty)
             sum_segment(task.summands, me, segment_start(H, s.seg, nseg), segment_start(H, s.seg + 1, nseg), task.target);
         __syncwarp();
         if (pending && lane_id() == 0) store_release(pending, epoch);
         pending = task.empty ? nullptr : task.flag;
+        pending_round = s.round;
     }
     __syncwarp();
     if (pending && lane_id() == 0) store_release(pending, epoch);

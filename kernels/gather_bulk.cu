@@ -15,6 +15,7 @@
 #define CHUNK_BYTES 1024
 #endif
 #define THREADS (WARPS * 32)
+#define NEVER 0x7fffffff
 #define VECS (CHUNK_BYTES / 512)  // vectors of a lane in a chunk
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -38,13 +39,15 @@ struct Job {
     int place;            // of this lane's summand, or -1
     int low, own, all;    // summands of lower ranks, then of this one, then the rest
     int at, end;          // bytes of the row
+    int round;            // of a give; NEVER for a take
 };
 
 __device__ __forceinline__ Job make_job(const Gather& a, const Schedule& s) {
     Task task = make_task(a, s);
     u32 key = task.empty ? NO_SUMMAND : task.summands.key;
     Job job = {task.summands.address, task.target, task.empty ? nullptr : task.flag, 0.0f, -1, 0, 0, 0,
-               segment_start(a.H, s.seg, a.nseg) * ITEM_BYTES, segment_start(a.H, s.seg + 1, a.nseg) * ITEM_BYTES};
+               segment_start(a.H, s.seg, a.nseg) * ITEM_BYTES, segment_start(a.H, s.seg + 1, a.nseg) * ITEM_BYTES,
+               task.empty || s.taking ? NEVER : s.round};
     if (task.empty) job.at = job.end;
     u32 present = __ballot_sync(FULL_MASK, key != NO_SUMMAND);
     job.all = __popc(present);
@@ -124,39 +127,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_sum_bulk(GATHER_
     u32 sets = shared_address(memory) + warp * 2 * set_bytes;
 
     Schedule s = first_task();
+    bool more = advance(s, a, token_counts_P, rounds, lag, warps, w);
     Job ahead, now;              // the chunk being loaded, the chunk being summed
     ahead.at = ahead.end = 0;
-    bool more = true;
-    int* pending = nullptr;      // flag of the latest sum given
+    int* pending = nullptr;      // flag of the latest sum given, in round pending_round
+    int pending_round = NEVER;
     u32 use = 0;                 // chunks whose loads have been started
-    // Finds the next chunk and starts its loads; false behind the last one.
-    auto load_next = [&]() {
+    // Starts the loads of the next chunk, if there is one, and if it is no sum to take of a round up to
+    // `unflagged`, the earliest one whose own sum has not been flagged: the peer may be waiting for that.
+    auto load_next = [&](int unflagged) {
         if (ahead.end - ahead.at > CHUNK_BYTES) {
             ahead.at += CHUNK_BYTES;
         } else {
             do {
-                more = advance(s, a, token_counts_P, rounds, lag, warps, w);
-                if (!more) return false;
+                if (!more || (s.taking && unflagged <= s.round - lag)) return false;
                 ahead = make_job(a, s);
+                more = advance(s, a, token_counts_P, rounds, lag, warps, w);
             } while (ahead.at == ahead.end);
         }
         start_loads(ahead, sets + (use & 1) * set_bytes, bars + (use & 1) * 8);
         ++use;
         return true;
     };
-    bool have = load_next();
-    while (have) {
+    auto raise_pending = [&]() {
+        if (pending && lane_id() == 0) store_release(pending, epoch);
+        pending = nullptr;
+        pending_round = NEVER;
+    };
+    bool loading = load_next(NEVER);
+    while (loading || more) {
+        if (!loading) {
+            raise_pending();
+            loading = load_next(NEVER);
+            continue;
+        }
         now = ahead;
         u32 k = use - 1;
-        have = load_next();
+        loading = load_next(now.round < pending_round ? now.round : pending_round);
         wait_loads(bars + (k & 1) * 8, k >> 1 & 1);
         sum_chunk(now, sets + (k & 1) * set_bytes);
         __syncwarp();
         if (now.end - now.at > CHUNK_BYTES) continue;
-        if (pending && lane_id() == 0) store_release(pending, epoch);
+        raise_pending();
         pending = now.flag;
+        pending_round = now.round;
     }
-    __syncwarp();
-    if (pending && lane_id() == 0) store_release(pending, epoch);
+    raise_pending();
     finish_operation(state);
 }

@@ -124,7 +124,7 @@ class ScatterTuning:
 
 @dataclass(frozen=True)
 class GatherTuning:
-    """How :func:`gather_sum` runs; see :class:`ScatterTuning`. ``lag`` is at least 2.
+    """How :func:`gather_sum` runs; see :class:`ScatterTuning`.
 
     Attributes:
         bulk: fetch rows by bulk copies into shared memory, where their alignment allows it.

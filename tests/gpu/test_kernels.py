@@ -258,9 +258,10 @@ def test_scatter_again_uses_the_kept_table(run: Run) -> None:
     [
         {},
         dict(bulk=False),
-        dict(bulk=False, warps=4, batch=3, segments=1, lag=5),
+        dict(bulk=False, warps=4, batch=3, segments=1, lag=0),
         dict(chunk_bytes=512, unit=512, segments=16, warps=9),
-        dict(chunk_bytes=2048, warps=3, segments=2, lag=3),
+        dict(chunk_bytes=2048, warps=3, segments=2, lag=5),
+        dict(lag=0),
     ],
     ids=str,
 )
