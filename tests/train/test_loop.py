@@ -98,6 +98,16 @@ def test_static_from_one_row_ends_with_the_weights_of_eager_mode(dtype: str) -> 
         assert result["same"].values > 10_000 and result["same"].state_values > result["same"].values
 
 
+def untrained_validation(rank: int, world_size: int) -> tuple[float | None, ...]:
+    runs = [make_trainer("static", budget=1), make_trainer("eager"), make_trainer("static", budget=1, max_budget=16)]
+    return tuple(run.validate() for run in runs)
+
+
+def test_validation_grows_budgets_rather_than_lose_tokens() -> None:
+    for grown, exact, refused in run_ranks(untrained_validation, 2):
+        assert grown == exact is not None and refused is None
+
+
 def different_runs(rank: int, world_size: int) -> Any:
     first, second = trained(2), trained(2)
     if rank == 1:
