@@ -115,6 +115,9 @@ class GraphCache:
         self._seen: dict[Hashable, int] = {}
         self._pool: Any = None
         self._given_up = False
+        self.stream = torch.cuda.Stream()
+        """Steps run on it, captured or not: autograd remembers the stream on which a gradient is accumulated,
+        and a capture must not meet another one."""
         self.captures = 0
         """Graphs captured so far."""
         self.replays = 0
@@ -142,6 +145,8 @@ class GraphCache:
         if captured is None:
             if self._seen.get(batch_key, 0) < _WARM_UP:
                 return None
+            for dispatcher in ledger.dispatchers:
+                dispatcher.prepare_capture()
             try:
                 captured = self._capture(batch, group)
             except Exception as error:
@@ -165,7 +170,7 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         ledger = StepLedger(exact=False)
         updates = optimizers_can_skip(self._optimizers)
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             with ledger.open():
                 result = self._step_fn(tree_unflatten(static, spec))
             words = ledger.device_words(group)

@@ -118,7 +118,7 @@ class Dispatcher:
         self._transport = open_transport(config, group, self.rank, self.ep_size, _device_of(group))
         log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
         self._layout = CountMatrix(config, self.ep_size)
-        self._headers: dict[tuple[int, ...], Tensor] = {}
+        self._headers: dict[tuple[Operation, int, int, int], Tensor] = {}
         self.budget = StaticBudget(config, self.ep_size) if config.mode == "static" else None
         """The static budget and its history; None in eager mode."""
         self.routing_hooks: list[Callable[[Dispatcher, Tensor], None]] = []
@@ -425,10 +425,15 @@ class Dispatcher:
         if self.config.mode == "eager":
             return self._layout.header(operation, sequence, *words).to(self.device, non_blocking=True)
         # Constant from call to call, so that a captured step copies nothing from the host.
-        key = (int(operation), *words)
+        key = (operation, *words)
         if key not in self._headers:
             self._headers[key] = self._layout.header(operation, 0, *words).to(self.device)
         return self._headers[key]
+
+    def prepare_capture(self) -> None:
+        """Make what a capture may not make: status words for the budget in force, for all calls seen so far."""
+        for operation, num_tokens, dtype_code, _ in list(self._headers):
+            self._header(operation, 0, num_tokens, dtype_code, self.budget_rows)
 
     def _words(self, fault: Fault | None) -> Tensor:
         words = (fault or Fault(FaultCode.NONE)).words()

@@ -12,7 +12,8 @@ needed is what the budgets grow to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -214,11 +215,25 @@ class StepRunner:
     def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, Verdict]:
         self._zero_grad()
         ledger = StepLedger(exact=exact)
-        with ledger.open():
+        with self._step_stream(), ledger.open():
             result = self._step_fn(batch)
         self._latest = ledger
         self._meet(ledger)
         return result, self._read(ledger)
+
+    @contextmanager
+    def _step_stream(self) -> Iterator[None]:
+        """Where graphs are made, the stream on which they are captured; else the current one."""
+        if self._graphs is None:
+            yield
+            return
+        caller = torch.cuda.current_stream()
+        self._graphs.stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._graphs.stream):
+                yield
+        finally:
+            caller.wait_stream(self._graphs.stream)
 
     def _read(self, ledger: StepLedger) -> Verdict:
         """The agreed verdict: one small read."""

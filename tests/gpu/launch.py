@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import queue
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 __all__ = ["needs_gpus", "run_gpu_ranks"]
+
+_GRACE_SECONDS = 5.0
 
 
 def needs_gpus(count: int) -> Any:
@@ -39,11 +47,28 @@ def run_gpu_ranks(
         ]
         for worker in workers:
             worker.start()
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
         try:
-            answers = dict(results.get(timeout=timeout) for _ in workers)
-            for worker in workers:
-                worker.join(timeout=30)
-                assert worker.exitcode == 0, f"a rank ended with exit code {worker.exitcode}"
+            while len(answers) < world_size and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    rank, answer = results.get(timeout=0.2)
+                    answers[rank] = answer
+                    if not answer[0]:  # the others wait for this rank now: they get a moment to notice
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                if any(w.exitcode not in (None, 0) for w in workers):
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            for rank, worker in enumerate(workers):
+                if rank not in answers and worker.is_alive():
+                    os.kill(worker.pid, signal.SIGUSR1)
+                    time.sleep(0.5)
+                    answers[rank] = (False, "did not finish; it was in\n" + Path(f"{folder}/stack{rank}").read_text())
+                elif rank not in answers:
+                    answers[rank] = (False, f"ended with exit code {worker.exitcode}")
+            if all(good for good, _ in answers.values()):
+                for worker in workers:
+                    worker.join(timeout=30)
+                    assert worker.exitcode == 0, f"a rank ended with exit code {worker.exitcode}"
         finally:
             for worker in workers:
                 if worker.is_alive():
@@ -62,6 +87,8 @@ def _work(
     results: Any,
     args: tuple[Any, ...],
 ) -> None:
+    stack = open(f"{os.path.dirname(store)}/stack{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
