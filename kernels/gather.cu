@@ -132,18 +132,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gather_sum(
     int* pending = nullptr;  // flag of the latest sum given, in round pending_round
     int pending_round = 0;
     Schedule s = first_task();
-    while (advance(s, a, token_counts_P, rounds, lag, warps, w)) {
+    bool more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+    while (more) {
         if (pending && s.taking && pending_round <= s.round - lag) {
             if (lane_id() == 0) store_release(pending, epoch);
             pending = nullptr;
         }
         Task task = make_task(a, s);
-        if (!task.empty)
-            sum_segment(task.summands, me, segment_start(H, s.seg, nseg), segment_start(H, s.seg + 1, nseg), task.target);
+        int begin = segment_start(H, s.seg, nseg), end = segment_start(H, s.seg + 1, nseg), round = s.round;
+        more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+        if (!task.empty) sum_segment(task.summands, me, begin, end, task.target);
         __syncwarp();
         if (pending && lane_id() == 0) store_release(pending, epoch);
         pending = task.empty ? nullptr : task.flag;
-        pending_round = s.round;
+        pending_round = round;
     }
     __syncwarp();
     if (pending && lane_id() == 0) store_release(pending, epoch);

@@ -42,10 +42,9 @@ struct Task {
     bool empty;
 };
 
-// This rank's rows of token t of rank dst, for dst's window.
-__device__ __forceinline__ Task give(const Gather& a, int dst, int t, int seg) {
+// This rank's rows of token t of rank dst, for dst's window. `row` is the lane's slot's.
+__device__ __forceinline__ Task give(const Gather& a, int dst, int t, int seg, int row) {
     int lane = lane_id();
-    int row = lane < a.K ? a.recv_rows_PTK[((i64)dst * a.T_max + t) * a.K + lane] : -1;
     i64 slot = (i64)a.me * a.T_max + t;
     if (seg == 0 && a.row_scalars_R && row >= 0)
         ((float*)(a.peers[dst] + a.scalars_offset))[slot * a.K + lane] = a.row_scalars_R[row];
@@ -56,11 +55,10 @@ __device__ __forceinline__ Task give(const Gather& a, int dst, int t, int seg) {
             !__any_sync(FULL_MASK, row >= 0)};
 }
 
-// The sum of all ranks' sums of the own token t, once they have arrived.
-__device__ __forceinline__ Task take(const Gather& a, int t, int seg) {
+// The sum of all ranks' sums of the own token t, once they have arrived. `rank`, `row`: of the lane's slot.
+__device__ __forceinline__ Task take(const Gather& a, int t, int seg, int rank, int row) {
     int lane = lane_id();
     i64 at = (i64)t * a.K + lane;
-    int rank = lane < a.K ? a.slot_ranks_TK[at] : -1, row = lane < a.K ? a.slot_rows_TK[at] : -1;
     bool here = rank == a.me, first = (__match_any_sync(FULL_MASK, rank) & lanes_below()) == 0;
     i64 slot = (i64)rank * a.T_max + t;
     bool arrived = true;
@@ -100,14 +98,16 @@ __device__ __forceinline__ Task take(const Gather& a, int t, int seg) {
     int warps = gridDim.x * WARPS, w = (threadIdx.x / 32) * gridDim.x + blockIdx.x;                             \
     int rounds = (most * nseg + warps - 1) / warps;
 
-// The tasks of a warp in order: in each round a give to every peer, then a take `lag` rounds behind.
+// The tasks of a warp in order: in each round a give to every peer, then a take `lag` rounds behind. It stands
+// at the next task, whose table entries are already on their way.
 struct Schedule {
     int round, d;
     bool taking;
     int dst, t, seg;
+    int rank, row;  // of this lane's slot
 };
 __device__ __forceinline__ Schedule first_task() {
-    Schedule s = {0, 0, false, 0, 0, 0};
+    Schedule s = {0, 0, false, 0, 0, 0, -1, -1};
     return s;
 }
 // Moves on to the next task there is; false behind the last one.
@@ -126,9 +126,16 @@ __device__ __forceinline__ bool advance(Schedule& s, const Gather& a, const int*
         s.dst = s.taking ? a.me : a.me + s.d < a.P ? a.me + s.d : a.me + s.d - a.P;
         s.t = item / a.nseg;
         s.seg = item - s.t * a.nseg;
-        if (s.t < token_counts_P[s.dst]) return true;
+        if (s.t < token_counts_P[s.dst]) break;
     }
+    s.rank = s.row = -1;
+    if ((int)lane_id() < a.K) {
+        i64 at = (i64)s.t * a.K + lane_id();
+        if (s.taking) s.rank = a.slot_ranks_TK[at];
+        s.row = s.taking ? a.slot_rows_TK[at] : a.recv_rows_PTK[(i64)s.dst * a.T_max * a.K + at];
+    }
+    return true;
 }
 __device__ __forceinline__ Task make_task(const Gather& a, const Schedule& s) {
-    return s.taking ? take(a, s.t, s.seg) : give(a, s.dst, s.t, s.seg);
+    return s.taking ? take(a, s.t, s.seg, s.rank, s.row) : give(a, s.dst, s.t, s.seg, s.row);
 }

@@ -44,6 +44,8 @@ struct Job {
 
 __device__ __forceinline__ Job make_job(const Gather& a, const Schedule& s) {
     Task task = make_task(a, s);
+    // Peers wrote their sums with ordinary stores; the copy engine reads them.
+    if (s.taking) asm volatile("fence.proxy.async.global;" ::: "memory");
     u32 key = task.empty ? NO_SUMMAND : task.summands.key;
     Job job = {task.summands.address, task.target, task.empty ? nullptr : task.flag, 0.0f, -1, 0, 0, 0,
                segment_start(a.H, s.seg, a.nseg) * ITEM_BYTES, segment_start(a.H, s.seg + 1, a.nseg) * ITEM_BYTES,
@@ -70,11 +72,9 @@ __device__ __forceinline__ void start_loads(const Job& job, u32 buffers, u32 bar
     if (lane_id() == 0)
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes * job.all) : "memory");
     __syncwarp();
-    if (job.place >= 0) {
-        asm volatile("fence.proxy.async;" ::: "memory");
+    if (job.place >= 0)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      ::"r"(buffers + job.place * CHUNK_BYTES), "l"(job.source + job.at), "r"(bytes), "r"(bar) : "memory");
-    }
 }
 
 // acc += (weight *) the summands [first, last), in order.

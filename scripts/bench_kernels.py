@@ -253,33 +253,28 @@ class Timer:
 SCATTERS = {
     "default": ops.ScatterTuning(),
     "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
-    "unit 512, 14 segments": ops.ScatterTuning(unit=512, segments=14),
-    "unit 512, 14 segments, 1 block, 24 warps": ops.ScatterTuning(unit=512, segments=14, blocks_per_sm=1, warps=24),
-    "unit 512, 14 segments, 1 block, 16 warps": ops.ScatterTuning(unit=512, segments=14, blocks_per_sm=1),
-    "unit 512, 14 segments, lag 1": ops.ScatterTuning(unit=512, segments=14, lag=1),
-    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
-    "1 block, 20 warps": ops.ScatterTuning(blocks_per_sm=1, warps=20),
+    "2 segments, lag 1": ops.ScatterTuning(segments=2, lag=1),
+    "4 segments": ops.ScatterTuning(segments=4),
 }
 MXFP8_SCATTERS = {
     "default": ops.ScatterTuning(),
-    "lag 1": ops.ScatterTuning(lag=1),
-    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
     "3 blocks, 8 warps": ops.ScatterTuning(blocks_per_sm=3, warps=8),
 }
 GATHERS = {
     "default": ops.GatherTuning(),
-    "bulk 512": ops.GatherTuning(chunk_bytes=512, warps=24),
-    "bulk 512, 16 warps": ops.GatherTuning(chunk_bytes=512, warps=16),
-    "bulk 2048": ops.GatherTuning(chunk_bytes=2048),
-    "bulk 1024, 8 warps": ops.GatherTuning(warps=8),
-    "bulk 1024, lag 4": ops.GatherTuning(lag=4),
+    "bulk 512, 4 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=4),
+    "bulk 512, 2 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=2),
+    "bulk 512, 1 segment": ops.GatherTuning(chunk_bytes=512, warps=24, segments=1),
     "bulk 1024, 4 segments": ops.GatherTuning(segments=4),
     "bulk 1024, 2 segments": ops.GatherTuning(segments=2),
+    "bulk 1024, 2 segments, lag 3": ops.GatherTuning(segments=2, lag=3),
     "bulk 1024, 1 segment": ops.GatherTuning(segments=1),
-    "bulk 1024, unit 512, 14 segments": ops.GatherTuning(unit=512, segments=14),
     "bulk 2048, 2 segments": ops.GatherTuning(chunk_bytes=2048, segments=2),
+    "bulk 2048, 1 segment": ops.GatherTuning(chunk_bytes=2048, segments=1),
     "registers": ops.GatherTuning(bulk=False),
-    "registers, unit 512, 14 segments": ops.GatherTuning(bulk=False, unit=512, segments=14),
+    "registers, lag 1": ops.GatherTuning(bulk=False, lag=1),
+    "registers, 4 segments, lag 1": ops.GatherTuning(bulk=False, lag=1, segments=4),
+    "registers, 24 warps, lag 1": ops.GatherTuning(bulk=False, lag=1, warps=24),
 }
 
 

@@ -16,7 +16,7 @@ from .sources import build
 __all__ = ["CudaKernels", "KernelError", "cuda_kernels", "cuda_kernels_problem", "vector_bytes"]
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_STATIC_SHARED_LIMIT = 48 * 1024
+_STATIC_SHARED_LIMIT = 40 * 1024  # dynamic shared memory that needs no permission, beside some static
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
