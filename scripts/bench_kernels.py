@@ -252,9 +252,10 @@ class Timer:
 
 SCATTERS = {
     "default": ops.ScatterTuning(),
-    "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
-    "2 segments, lag 1": ops.ScatterTuning(segments=2, lag=1),
     "4 segments": ops.ScatterTuning(segments=4),
+    "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
+    "14 segments": ops.ScatterTuning(unit=512, segments=14),
+    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
 }
 MXFP8_SCATTERS = {
     "default": ops.ScatterTuning(),
@@ -262,19 +263,11 @@ MXFP8_SCATTERS = {
 }
 GATHERS = {
     "default": ops.GatherTuning(),
-    "bulk 512, 4 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=4),
-    "bulk 512, 2 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=2),
-    "bulk 512, 1 segment": ops.GatherTuning(chunk_bytes=512, warps=24, segments=1),
-    "bulk 1024, 4 segments": ops.GatherTuning(segments=4),
-    "bulk 1024, 2 segments": ops.GatherTuning(segments=2),
-    "bulk 1024, 2 segments, lag 3": ops.GatherTuning(segments=2, lag=3),
-    "bulk 1024, 1 segment": ops.GatherTuning(segments=1),
-    "bulk 2048, 2 segments": ops.GatherTuning(chunk_bytes=2048, segments=2),
-    "bulk 2048, 1 segment": ops.GatherTuning(chunk_bytes=2048, segments=1),
-    "registers": ops.GatherTuning(bulk=False),
-    "registers, lag 1": ops.GatherTuning(bulk=False, lag=1),
-    "registers, 4 segments, lag 1": ops.GatherTuning(bulk=False, lag=1, segments=4),
-    "registers, 24 warps, lag 1": ops.GatherTuning(bulk=False, lag=1, warps=24),
+    "7 segments": ops.GatherTuning(segments=7),
+    "1 segment": ops.GatherTuning(segments=1),
+    "chunks of 512 bytes, 4 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=4),
+    "chunks of 2048 bytes, 1 segment": ops.GatherTuning(chunk_bytes=2048, segments=1),
+    "registers, 7 segments": ops.GatherTuning(bulk=False, segments=7),
 }
 
 
@@ -410,6 +403,13 @@ def timing(kernels: CudaKernels, rank: int, ranks: int, report: Report, options:
     time_variants(big, timer, report, options.quick)
     time_operations(big, timer, report, "T 8192")
     check(big)
+    for sms in (64, 24):
+        few = replace(big, num_sms=sms)
+        few.plan()
+        rows, _ = few.scatter()
+        report(f"T 8192, {sms} SMs: dispatch bf16", timer(lambda w=few: (w.plan(), w.scatter())))
+        report(f"T 8192, {sms} SMs: dispatch mxfp8", timer(lambda w=few: (w.plan(), w.scatter(mxfp8=True))))
+        report(f"T 8192, {sms} SMs: combine", timer(lambda w=few, r=rows: w.gather(r)))
     slack = replace(big, num_rows=round_up(8192 * top_k * 5 // 4, ALIGNMENT))
     slack.plan()
     report("T 8192, budget 1.25: dispatch bf16", timer(lambda: (slack.plan(), slack.scatter())))

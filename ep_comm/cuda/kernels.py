@@ -107,8 +107,12 @@ class CudaKernels:
         """
         function = self.function(file, name, defines, shared_bytes)
         stream = _Stream(torch.cuda.current_stream(self.device).cuda_stream)
+        values = tuple(map(_argument, arguments))
+        if torch.cuda.current_device() == self.device.index:
+            function((grid,), (block,), values, shared_bytes, stream)
+            return
         with torch.cuda.device(self.device):
-            function((grid,), (block,), tuple(map(_argument, arguments)), shared_bytes, stream)
+            function((grid,), (block,), values, shared_bytes, stream)
 
 
 class _Stream:

@@ -40,6 +40,7 @@ _PLAN_WARPS = 8
 _PLAN_ITEMS_PER_WARP = (128, 256, 512)
 _PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
 _ROW_WARPS = 8
+_FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
 _SHARED_BYTES = 216 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
@@ -138,7 +139,7 @@ class GatherTuning:
     warps: int = 20
     batch: int = 4
     unit: int = 1024
-    segments: int = 7
+    segments: int = 2
     lag: int = 2
 
 
@@ -272,7 +273,8 @@ def scatter_rows(
 
 def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
     """The measured choice (docs/kernels.md). Depends only on what all ranks have in common."""
-    return ScatterTuning(segments=1, lag=1) if num_sms is not None and num_sms < 48 else ScatterTuning()
+    few = num_sms is not None and num_sms < _FEW_SMS
+    return ScatterTuning(segments=1, lag=1) if few else ScatterTuning()
 
 
 def gather_sum(
@@ -306,7 +308,7 @@ def gather_sum(
     scalars = None
     if row_scalars_R is not None:
         scalars = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
-    tuning = tuning or GatherTuning()
+    tuning = tuning or default_gather_tuning(num_sms)
     vec = vector_bytes(hidden * rows_RH.element_size(), rows_RH, out)
     defines = {
         "DTYPE": DTYPE_CODE[rows_RH.dtype],
@@ -333,6 +335,11 @@ def gather_sum(
         shared_bytes=shared,
     )  # fmt: skip
     return out, scalars
+
+
+def default_gather_tuning(num_sms: int | None) -> GatherTuning:
+    """The measured choice, as :func:`default_scatter_tuning`."""
+    return GatherTuning(segments=1) if num_sms is not None and num_sms < _FEW_SMS else GatherTuning()
 
 
 def barrier(kernels: CudaKernels, window: Window) -> None:
