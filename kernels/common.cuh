@@ -205,12 +205,13 @@ __device__ __forceinline__ Vec pack(const float* f) {
     return v;
 }
 
-// Segments in which a row of H elements is moved: enough of them that few tokens still fill the chip.
-// Depends only on what all ranks know, because sender and receiver must cut alike.
-__device__ __forceinline__ int segments_of(int H, int most_tokens, int at_least) {
-    int units = (H + UNIT - 1) / UNIT;
-    int want = 2048 / (most_tokens > 0 ? most_tokens : 1);
-    want = want > at_least ? want : at_least;
+// Segments in which a row of H elements is moved: `segments` where a rank has 8,192 tokens, more where there
+// are fewer, so that few tokens still fill the chip. Depends only on what all ranks know, because sender and
+// receiver must cut alike.
+__device__ __forceinline__ int segments_of(int H, int most_tokens, int segments) {
+    int units = (H + UNIT - 1) / UNIT, most = most_tokens > 0 ? most_tokens : 1;
+    int want = (segments * 8192 + most - 1) / most;
+    want = want > 1 ? want : 1;
     want = want < units ? want : units;
     return want < MAX_SEGMENTS ? want : MAX_SEGMENTS;
 }

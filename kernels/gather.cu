@@ -125,7 +125,7 @@ __device__ __forceinline__ void sum_segment(const Summands& s, u32 me, int begin
 //   recv_rows_PTK         rows that this rank holds of each rank's tokens, as scatter_rows left them
 //   slot_rows_TK, slot_ranks_TK, token_counts_P   from plan
 //   out_TH                payload dtype;  slot_scalars_TK float32, zero for slots without a row
-//   segments, lag         least segments of a row; rounds between giving and taking (2 or more keep the loads flowing); equal on all ranks
+//   segments, lag         segments of a row (segments_of); rounds between giving and taking (2 or more keep the loads flowing); equal on all ranks
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gather_sum(GATHER_PARAMETERS) {
     GATHER_BEGIN
     await_peers(peers, me, P, state, epoch, timeout_ns, OP_GATHER);

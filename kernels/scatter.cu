@@ -250,7 +250,7 @@ __device__ __forceinline__ void zero_rest(const Scatter& a, i64 first, int zero_
 //   recv_rows_out_PTK            null, or a copy of recv_rows that outlives the window's
 //   row_weights_R                float32, zero on padding and tail
 //   zero_tail                    1: rows after the last segment become zero too
-//   segments, lag                least segments of a row; rounds between sending and receiving (>= 0);
+//   segments, lag                segments of a row (segments_of); rounds between sending and receiving (>= 0);
 //                                equal on all ranks
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 scatter_rows(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, int T_max, int K, int H,

@@ -111,7 +111,7 @@ class ScatterTuning:
     Attributes:
         warps, blocks_per_sm, unroll: shape of the launch, and loads in flight of a lane.
         unit: a row is cut at multiples of so many elements.
-        segments: least number of segments a row is cut into (at most 16); fewer tokens give more.
+        segments: into which a row is cut at 8,192 tokens a rank, at most 16; fewer tokens give more.
         lag: rounds between sending a segment and waiting for the peer's of the same number.
     """
 

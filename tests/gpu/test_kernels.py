@@ -209,10 +209,10 @@ def test_scatter(run: Run) -> None:
 @pytest.mark.parametrize(
     "variant",
     [
-        dict(lag=3, segments=1),
+        dict(lag=3, segments=0),
         dict(unit=512, segments=16),
         dict(warps=4, blocks_per_sm=1, unroll=1),
-        dict(lag=0, segments=3),
+        dict(lag=0, segments=0),
     ],
     ids=str,
 )
@@ -258,9 +258,9 @@ def test_scatter_again_uses_the_kept_table(run: Run) -> None:
     [
         {},
         dict(bulk=False),
-        dict(bulk=False, warps=4, batch=3, segments=1, lag=0),
+        dict(bulk=False, warps=4, batch=3, segments=0, lag=0),
         dict(chunk_bytes=512, unit=512, segments=16, warps=9),
-        dict(chunk_bytes=2048, warps=3, segments=2, lag=5),
+        dict(chunk_bytes=2048, warps=3, segments=0, lag=5),
         dict(lag=0),
     ],
     ids=str,
