@@ -20,8 +20,8 @@ from .errors import (
     PeerLostError,
     RoutingError,
 )
-from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 from .moe import MoELayer, update_expert_biases
+from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 from .runner import LayerBudget, StepRunner
 
 __all__ = [

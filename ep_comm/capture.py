@@ -71,7 +71,7 @@ class CapturedStep:
 
     def launch(self, batch: Any) -> Any:
         """Copy the batch in and replay; returns copies of what ``step_fn`` returned. Does not wait."""
-        for static, given in zip(self.inputs, _tensors(batch)):
+        for static, given in zip(self.inputs, _tensors(batch), strict=True):
             static.copy_(given, non_blocking=True)
         self.graph.replay()
         for parameter, gradient in self.gradients:

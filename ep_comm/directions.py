@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .mxfp8 import MXFP8Tensor
 from .rows import weighted_backward
-from .transport.base import RowFormat, Route, Transport
+from .transport.base import Route, RowFormat, Transport
 
 __all__ = ["Channel", "Combine", "Dispatch"]
 

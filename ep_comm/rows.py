@@ -73,7 +73,7 @@ def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH:
     step = max(1, _CHUNK_BYTES // (4 * width * average))
     bounds = [*range(0, table.num_items, step), table.num_items]
     edges = table.starts[bounds].tolist()
-    for first, last, lo, hi in zip(bounds, bounds[1:], edges, edges[1:]):
+    for first, last, lo, hi in zip(bounds[:-1], bounds[1:], edges[:-1], edges[1:], strict=True):
         starts = table.starts[first : last + 1] - lo
         _sum_chunk(rows_RH, table.entries[lo:hi], starts, weights_R, out_NH[first:last], last - first)
 

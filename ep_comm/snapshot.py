@@ -62,7 +62,7 @@ class StateSnapshot:
             # A step may also have put another tensor into the buffer's place.
             module._buffers[name] = buffer
             buffer.copy_(saved)
-        for item, saved in zip(self._extra, self._saved_extra):
+        for item, saved in zip(self._extra, self._saved_extra, strict=True):
             if isinstance(item, Tensor):
                 item.copy_(saved)
             else:

@@ -60,7 +60,7 @@ def time_plan(rounds: int) -> float:
         made, own = message(ids[0])
         return make_plan(made, torch.stack([own, other]), layout, rank=0, alignment=16, pair_limit=None)
 
-    assert int(plan().tokens_per_expert_L.sum()) == int(((ids[0] < 128).sum() + (ids[1] < 128).sum()))
+    assert int(plan().tokens_per_expert_L.sum()) == int((ids[0] < 128).sum() + (ids[1] < 128).sum())
     return 1e3 * median_seconds(plan, rounds)
 
 

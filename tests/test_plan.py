@@ -23,7 +23,7 @@ def plans(
     matrix = torch.stack(
         [
             layout.message(layout.header(Operation.DISPATCH, 0, len(idx), 0, budget), routing.fault, routing)
-            for idx, routing in zip(idx_by_rank, routings)
+            for idx, routing in zip(idx_by_rank, routings, strict=True)
         ]
     )
     return [

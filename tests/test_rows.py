@@ -84,7 +84,8 @@ def test_row_dot_is_the_halving_sum(width: int, count: int, dtype: torch.dtype, 
     while size < width:
         size *= 2
     for row in range(count):
-        terms = [x * y for x, y in zip(a[row].float(), b[row].float())] + [torch.tensor(0.0)] * (size - width)
+        terms = [x * y for x, y in zip(a[row].float(), b[row].float(), strict=True)]
+        terms += [torch.tensor(0.0)] * (size - width)
         while len(terms) > 1:
             half = len(terms) // 2
             terms = [terms[i] + terms[i + half] for i in range(half)]
@@ -95,5 +96,5 @@ def test_row_dot_is_the_halving_sum(width: int, count: int, dtype: torch.dtype, 
 def test_scaled_rows_are_rounded_once() -> None:
     make = torch.Generator().manual_seed(1)
     values, weights = torch.randn(5, 7, generator=make).bfloat16(), torch.rand(5, generator=make)
-    expected = torch.stack([(row.float() * weight).bfloat16() for row, weight in zip(values, weights)])
+    expected = torch.stack([(row.float() * weight).bfloat16() for row, weight in zip(values, weights, strict=True)])
     assert torch.equal(scale_rows(values, weights), expected)

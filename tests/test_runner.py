@@ -94,7 +94,7 @@ def test_static_training_equals_eager_whatever_the_budget(
 
 def test_every_overflow_costs_one_replay() -> None:
     """However many layers overflow, a step is tried twice at most, and as often on every rank."""
-    attempts, replays = zip(*run_ranks(count_attempts, 2))
+    attempts, replays = zip(*run_ranks(count_attempts, 2), strict=True)
     assert attempts[0] == attempts[1]
     assert max(attempts[0]) == 2
     assert sum(attempts[0]) == len(attempts[0]) + replays[0] and replays[0] >= 2

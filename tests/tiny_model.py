@@ -37,7 +37,7 @@ class Layer(nn.Module):
         rows = self.dispatcher.dispatch(x_TH, topk_idx, weights)
         starts = rows.expert_offsets.tolist()
         out = torch.zeros_like(rows.tokens)
-        for expert, (lo, hi) in enumerate(zip(starts, starts[1:])):
+        for expert, (lo, hi) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
             out = torch.cat([out[:lo], torch.tanh(rows.tokens[lo:hi] @ self.experts[expert]), out[hi:]])
         y_TH = x_TH + self.dropout(self.dispatcher.combine(out, rows.handle, apply_weights=True))
         if torch._C._current_graph_task_id() == -1:
@@ -114,7 +114,8 @@ def assert_same_state(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     """Bit equality of two states, NaN included."""
     assert a.keys() == b.keys()
     for name in a:
-        assert torch.equal(a[name].contiguous().view(-1).view(torch.uint8), b[name].contiguous().view(-1).view(torch.uint8)), name
+        same = [tensors[name].contiguous().view(-1).view(torch.uint8) for tensors in (a, b)]
+        assert torch.equal(*same), name
 
 
 def config(mode: str, **changes: Any) -> EPConfig:

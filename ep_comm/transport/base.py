@@ -140,8 +140,8 @@ class Transport(ABC):
         """int32 words on the device that hold errors of kernels, read together with a step's verdict, or None."""
         return None
 
-    def raise_device_error(self, words: list[int]) -> None:
+    def raise_device_error(self, words: list[int]) -> None:  # noqa: B027
         """Raise PeerLostError if the words of :meth:`device_status`, copied to the host, hold an error."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what the transport owns. The process group is the caller's."""

@@ -1,6 +1,7 @@
 """The collective transport: ``torch.distributed`` all-to-all, on NCCL or gloo, in any topology.
 
-Where the sizing says what every pair moves the splits are exact; otherwise every pair moves ``pair_rows`` rows, so that nothing depends on a host value and the calls can be captured in a graph.
+Where the sizing says what every pair moves, the splits are exact; otherwise every pair moves ``pair_rows`` rows,
+so that nothing depends on a host value and the calls can be captured in a graph.
 A token travels once per destination rank.
 
 With one rank, or without a process group, the same code runs and nothing is sent.
@@ -20,7 +21,7 @@ from ..errors import PeerLostError
 from ..mxfp8 import MXFP8Tensor
 from ..plan import CountedPlan, Sizing
 from ..rows import SumTable, invert_table, pick_from_rows, place_in_rows, sum_rows
-from .base import RowFormat, Route, Transport
+from .base import Route, RowFormat, Transport
 from .wire import WireLayout
 
 __all__ = ["CollectiveTransport"]

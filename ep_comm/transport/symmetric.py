@@ -24,7 +24,7 @@ from ..errors import PeerLostError
 from ..mxfp8 import MXFP8Tensor, wire_payload_bytes
 from ..plan import RoutingPlan, Sizing
 from ..status import FAULT_VALUES
-from .base import PlanRequest, RowFormat, Route, Transport
+from .base import PlanRequest, Route, RowFormat, Transport
 from .collective import CollectiveTransport
 
 __all__ = ["SymmetricTransport"]
@@ -221,8 +221,9 @@ class SymmetricTransport(Transport):
         operation, peer, _ = words
         if operation:
             raise PeerLostError(
-                f"rank {self._rank}: {_OPERATIONS.get(operation, 'a kernel')} failed: rank {peer} did not arrive within "
-                f"timeout_seconds={self._config.timeout_seconds}; it died, or runs other operations than this rank"
+                f"rank {self._rank}: {_OPERATIONS.get(operation, 'a kernel')} failed: rank {peer} did not arrive "
+                f"within timeout_seconds={self._config.timeout_seconds}; it died, or runs other operations than "
+                f"this rank"
             )
 
     def close(self) -> None:
