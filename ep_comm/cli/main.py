@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import typer
 
 from ..errors import ConfigError, EPError
+from .trace import trace
 from .train import train
+from .tune import tune
 
 __all__ = ["app", "main"]
 
@@ -31,6 +33,8 @@ def _program() -> None:
 
 
 app.command("train")(train)
+app.command("tune")(tune)
+app.command("trace")(trace)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

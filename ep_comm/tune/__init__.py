@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-
+from .budgets import BudgetFile, LayerChoice, load_budgets
 from .problems import ProblemLog, TuneError
 
 __all__ = ["BudgetFile", "LayerChoice", "ProblemLog", "TuneError", "load_budgets"]
