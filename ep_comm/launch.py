@@ -21,10 +21,14 @@ _PARENT = "EP_COMM_LAUNCHER_PID"
 
 
 def usable_cores() -> int:
-    """CPU cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """CPU cores this process may use: its affinity, and the quota of its container if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup, or "max": no quota
+    return cores
 
 
 def launch_ranks(ranks: int, argv: Sequence[str]) -> int:

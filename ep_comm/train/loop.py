@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import Env
-from ..errors import BudgetExceededError, EPError
+from ..errors import BudgetExceededError, ConfigError, EPError
 from ..moe.layer import MoELayer
 from ..moe.router import update_expert_biases
 from ..runner import StepRunner
@@ -96,7 +96,10 @@ class Trainer:
         )
         capture = options.capture
         if self.mode == "eager" or options.trace is not None or not on_gpu:
-            capture = "never"  # eager mode and the trace read the device in the middle of a step
+            # Eager mode and the trace read the device in the middle of a step.
+            if capture == "always" and mode is None:
+                raise ConfigError("--capture always needs a GPU, static mode and no --trace")
+            capture = "never"
         self.runner = StepRunner(
             self._train_step,
             model=self.model,

@@ -70,7 +70,7 @@ def print_report(console: Console, facts: dict[str, Any]) -> None:
     if facts["wire"]:
         console.print()
         console.print(_wire_table(facts))
-    if facts["phase_seconds"]:
+    if any(facts["phase_seconds"].values()):
         console.print()
         console.print(_time_table(facts))
 
@@ -93,7 +93,7 @@ def _summary(facts: dict[str, Any]) -> Table:
         table.add_row("validation loss", f"{facts['validation_loss']:.3f} nats/byte on held-out text")
     if facts["mode"] == "static":
         replayed = facts["replayed_steps"]
-        where = f" (steps {_listing(replayed)})" if replayed else ""
+        where = f" (step {_listing(replayed)})" if replayed else ""
         table.add_row("replays", f"{facts['replays']}{where}; no token was lost")
     table.add_row("speed", f"{facts['tokens_per_second']:,.0f} tokens/s over {facts['ranks']} ranks")
     table.add_row("mode", f"{facts['mode']}, {facts['transport']} transport, {facts['backend']} on {facts['device']}")

@@ -113,5 +113,10 @@ def _announce(console: Console | None, run: Trainer) -> None:
 def _make_reproducible(env: Env) -> None:
     if env.device.type == "cuda":
         # Some GPU kernels sum in an order that changes from run to run; --verify and --resume compare bits.
+        # Of the attention kernels only the plain one keeps its order in both passes.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # would write to every buffer first
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
