@@ -128,9 +128,7 @@ class _Worker:
     def __init__(self, rank: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, os.getpid()), name=f"rank-{rank}", daemon=True
-        )
+        self.process = context.Process(target=_serve, args=(theirs, os.getpid()), name=f"rank-{rank}", daemon=True)
         self.process.start()
         theirs.close()
 
@@ -197,9 +195,7 @@ _shared: _Pool | None = None
 atexit.register(shutdown)
 
 
-def _unwrap(
-    outcomes: dict[int, _Outcome], workers: list[_Worker], timeout: float, tolerate_death: bool
-) -> list[Any]:
+def _unwrap(outcomes: dict[int, _Outcome], workers: list[_Worker], timeout: float, tolerate_death: bool) -> list[Any]:
     """Results by rank, or RankError with every failed rank's story, the first to fail first."""
     stories = [f"rank {rank} raised:\n{out.trace}" for rank, out in outcomes.items() if not out.ok]
     results: list[Any] = []

@@ -106,9 +106,7 @@ def dispatch(
     return rows, row_weights
 
 
-def combine(
-    plan: list[Layout], outputs: list[Tensor], weights: list[Tensor], apply_weights: bool
-) -> list[Tensor]:
+def combine(plan: list[Layout], outputs: list[Tensor], weights: list[Tensor], apply_weights: bool) -> list[Tensor]:
     """out[t] = round(sum over ranks r of round(sum over slots k on r of w[t,k] * y[row])), sums in FP32."""
     hidden, dtype = outputs[0].shape[1], outputs[0].dtype
     row_of = [{source: row for row, source in layout.rows()} for layout in plan]
@@ -139,9 +137,7 @@ def dispatch_grad_tokens(plan: list[Layout], grad_rows: list[Tensor], weights: l
     return combine(plan, grad_rows, weights, apply_weights=False)
 
 
-def dispatch_grad_weights(
-    plan: list[Layout], grad_row_weights: list[Tensor], weights: list[Tensor]
-) -> list[Tensor]:
+def dispatch_grad_weights(plan: list[Layout], grad_row_weights: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     """Gradient of topk_weights: each row's scalar returns to its slot; a slot without an expert gets zero."""
     grads = [torch.zeros_like(w) for w in weights]
     for owner, layout in enumerate(plan):

@@ -68,9 +68,7 @@ def bad_id(value: int, dtype: torch.dtype = torch.int64) -> Callable[[dict[str, 
 BAD_DISPATCH: dict[str, Bad] = {
     "tokens is a list": Bad(replaced("tokens", lambda a: a["tokens"].tolist()), ("tokens", "Tensor")),
     "tokens is None": Bad(replaced("tokens", lambda _: None), ("tokens", "Tensor")),
-    "tokens too wide": Bad(
-        replaced("tokens", lambda _: torch.zeros(3, 33)), ("tokens", "hidden_size=32", "33")
-    ),
+    "tokens too wide": Bad(replaced("tokens", lambda _: torch.zeros(3, 33)), ("tokens", "hidden_size=32", "33")),
     "tokens of one dimension": Bad(replaced("tokens", lambda _: torch.zeros(32)), ("tokens", "[32]")),
     "tokens of three dimensions": Bad(
         replaced("tokens", lambda _: torch.zeros(1, 3, 32)), ("tokens", "[T, hidden_size=32]", "[1, 3, 32]")
@@ -83,14 +81,10 @@ BAD_DISPATCH: dict[str, Bad] = {
     "topk_idx too wide": Bad(
         replaced("topk_idx", lambda _: torch.zeros(3, 3).long()), ("topk_idx", "top_k=2", "[3, 3]")
     ),
-    "topk_idx too long": Bad(
-        replaced("topk_idx", lambda _: torch.zeros(4, 2).long()), ("topk_idx", "[4, 2]")
-    ),
+    "topk_idx too long": Bad(replaced("topk_idx", lambda _: torch.zeros(4, 2).long()), ("topk_idx", "[4, 2]")),
     "topk_idx of float32": Bad(replaced("topk_idx", lambda a: a["topk_idx"].float()), ("topk_idx", "int32")),
     "topk_idx of int16": Bad(replaced("topk_idx", lambda a: a["topk_idx"].short()), ("topk_idx", "int64")),
-    "topk_idx elsewhere": Bad(
-        replaced("topk_idx", lambda a: a["topk_idx"].to("meta")), ("topk_idx", "device")
-    ),
+    "topk_idx elsewhere": Bad(replaced("topk_idx", lambda a: a["topk_idx"].to("meta")), ("topk_idx", "device")),
     "topk_weights is a number": Bad(replaced("topk_weights", lambda _: 1.0), ("topk_weights", "Tensor")),
     "topk_weights too short": Bad(
         replaced("topk_weights", lambda _: torch.ones(2, 2)), ("topk_weights", "[2, 2]", "top_k=2")
@@ -138,9 +132,7 @@ def check_answers(results: list[dict[str, tuple[Caught, bool]]], cases: dict[str
 
 
 @pytest.mark.parametrize("culprits", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-@pytest.mark.parametrize(
-    "mode, cases", [("eager", "BAD_DISPATCH"), ("eager", "BAD_IDS"), ("static", "BAD_DISPATCH")]
-)
+@pytest.mark.parametrize("mode, cases", [("eager", "BAD_DISPATCH"), ("eager", "BAD_IDS"), ("static", "BAD_DISPATCH")])
 def test_bad_dispatch(mode: str, cases: str, culprits: tuple[int, ...]) -> None:
     results = run_ranks(try_dispatch, 2, mode, cases, culprits, timeout=40)
     check_answers(results, globals()[cases], culprits[0])
@@ -176,9 +168,7 @@ BAD_COMBINE: dict[str, Bad] = {
 }
 
 
-def try_combine(
-    rank: int, world_size: int, mode: str, culprits: tuple[int, ...]
-) -> dict[str, tuple[Caught, bool]]:
+def try_combine(rank: int, world_size: int, mode: str, culprits: tuple[int, ...]) -> dict[str, tuple[Caught, bool]]:
     results = {}
     with (
         ep_comm.Dispatcher(make_config(mode=mode)) as dispatcher,
@@ -293,9 +283,7 @@ def construct(rank: int, world_size: int, changes: list[dict[str, Any]]) -> tupl
         ([{}, {"dispatch_forward_dtype": "mxfp8"}], ("dispatch_forward_dtype", "'mxfp8'")),
     ],
 )
-def test_configurations_that_do_not_fit_the_group(
-    changes: list[dict[str, Any]], parts: tuple[str, ...]
-) -> None:
+def test_configurations_that_do_not_fit_the_group(changes: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
     for caught, worked in run_ranks(construct, 2, changes, timeout=40):
         assert caught.type == "ConfigError" and all(part in caught.message for part in parts), caught
         assert worked
@@ -375,9 +363,5 @@ def static_growth(rank: int, world_size: int) -> dict[str, Caught]:
 def test_budgets_that_are_not_allowed() -> None:
     for seen in run_ranks(static_growth, 2):
         assert seen["eager"].type == "EPError" and "static" in seen["eager"].message
-        assert (
-            seen["load"].type == "ConfigError"
-            and "32" in seen["load"].message
-            and "20" in seen["load"].message
-        )
+        assert seen["load"].type == "ConfigError" and "32" in seen["load"].message and "20" in seen["load"].message
         assert seen["kept"].message == "16"

@@ -96,9 +96,7 @@ def test_routing_case(case: dict[str, Any], mode: str, dtype: str) -> None:
             assert got["overflow"] == overflow, where
             if not overflow:
                 assert got["row_source"] == expected["row_source"][rank], where
-            assert got["buffer_rows"] == (budget if mode == "static" else expected["required_rows"][rank]), (
-                where
-            )
+            assert got["buffer_rows"] == (budget if mode == "static" else expected["required_rows"][rank]), where
 
 
 def bad_then_good(rank: int, world_size: int, mode: str) -> tuple[Caught, dict[str, Any]]:

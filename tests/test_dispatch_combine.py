@@ -58,9 +58,7 @@ class Spec:
             if self.routing == "one_expert":
                 return [favourite] * self.top_k
             if self.routing == "one_rank":
-                return [
-                    owner * self.local_experts + rng.randrange(self.local_experts) for _ in range(self.top_k)
-                ]
+                return [owner * self.local_experts + rng.randrange(self.local_experts) for _ in range(self.top_k)]
             return [rng.choice(experts) for _ in range(self.top_k)]
 
         return [[token() for _ in range(count)] for count in self.token_counts]
@@ -69,9 +67,7 @@ class Spec:
         static: dict[str, Any] = {}
         most = max(1, *self.token_counts) if self.tight_budget else 8
         if mode == "static":
-            static = dict(
-                budget_rows=max(1, budget_rows if self.tight_budget else 2 * budget_rows), pair_rows=most
-            )
+            static = dict(budget_rows=max(1, budget_rows if self.tight_budget else 2 * budget_rows), pair_rows=most)
         return ep_comm.EPConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -245,10 +241,7 @@ def dense_layer(rank: int, world_size: int, mode: str, apply_weights: bool) -> d
     with ep_comm.Dispatcher(config) as dispatcher:
         d = dispatcher.dispatch(x, topk_idx, weights)
         bounds = d.expert_offsets.tolist()
-        parts = [
-            torch.tanh(d.tokens[a:b] @ mine[e])
-            for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
-        ]
+        parts = [torch.tanh(d.tokens[a:b] @ mine[e]) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
         parts.append(d.tokens[bounds[-1] :])
         y = torch.cat(parts)
         out = dispatcher.combine(y if apply_weights else y * d.weights[:, None], d.handle, apply_weights)

@@ -89,9 +89,7 @@ def test_a_killed_rank_ends_its_peers(mode: str, moment: str, ranks: int) -> Non
 
 
 def test_a_rank_that_does_not_come_in_time_is_reported() -> None:
-    results = run_ranks(
-        step_with_a_fault, 2, "eager", "combine", 1, 9.0, fresh=True, group_timeout=3.0, timeout=60
-    )
+    results = run_ranks(step_with_a_fault, 2, "eager", "combine", 1, 9.0, fresh=True, group_timeout=3.0, timeout=60)
     caught, seconds = results[0]
     assert caught.type == "PeerLostError" and "combine" in caught.message, caught
     assert seconds < 8

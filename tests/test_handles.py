@@ -124,11 +124,7 @@ def recompute(rank: int, world_size: int, mode: str, how: str) -> dict[str, Any]
 
         y = tokens
         for _ in range(2):  # two layers: the second one's recomputation comes before the first one's
-            y = (
-                block(y, weights)
-                if how == "plain"
-                else checkpoint(block, y, weights, use_reentrant=how == "reentrant")
-            )
+            y = block(y, weights) if how == "plain" else checkpoint(block, y, weights, use_reentrant=how == "reentrant")
         y.square().sum().backward()
         return {
             "values": [y.detach(), tokens.grad, weights.grad, scale.grad],
@@ -232,9 +228,7 @@ def partly_frozen(rank: int, world_size: int, mode: str) -> list[bool]:
         d = dispatcher.dispatch(tokens, topk_idx, weights)
         out = dispatcher.combine(d.tokens * d.weights[:, None], d.handle)
         out.sum().backward()
-        expected = (
-            weights.sum(1, keepdim=True).expand_as(tokens) if rank == 0 else tokens.sum(1, keepdim=True)
-        )
+        expected = weights.sum(1, keepdim=True).expand_as(tokens) if rank == 0 else tokens.sum(1, keepdim=True)
         got = tokens.grad if rank == 0 else weights.grad
         return [torch.allclose(got, expected.expand_as(got), rtol=1e-5, atol=1e-5)]
 
@@ -321,9 +315,7 @@ def many_sizes(rank: int, world_size: int, mode: str) -> list[bool]:
             d = dispatcher.dispatch(tokens, topk_idx, weights)
             out = dispatcher.combine(d.tokens, d.handle)
             out.sum().backward()
-            right.append(
-                torch.equal(out, 2 * tokens) and torch.equal(tokens.grad, torch.full_like(tokens, 2))
-            )
+            right.append(torch.equal(out, 2 * tokens) and torch.equal(tokens.grad, torch.full_like(tokens, 2)))
         return right
 
 

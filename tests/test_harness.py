@@ -67,7 +67,7 @@ def test_a_stuck_job_ends_with_the_timeout() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_ranks_end_when_their_parent_is_killed() -> None:
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
         "from tests.harness import run_ranks, _shared\n"
@@ -76,7 +76,9 @@ def test_ranks_end_when_their_parent_is_killed() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    # A killed parent cannot remove its files: they go where pytest cleans up.
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, timeout=60)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     deadline = time.monotonic() + 10

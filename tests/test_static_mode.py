@@ -296,13 +296,9 @@ def test_eager_mode_does_and_the_watch_sees_it() -> None:
 
 
 def facts(rank: int, world_size: int) -> dict[str, Any]:
-    with ep_comm.Dispatcher(
-        make_config(dispatch_forward_dtype="mxfp8", hidden_size=256), name="layer 7"
-    ) as dispatcher:
+    with ep_comm.Dispatcher(make_config(dispatch_forward_dtype="mxfp8", hidden_size=256), name="layer 7") as dispatcher:
         hooked: list[Any] = []
-        dispatcher.routing_hooks.append(
-            lambda which, topk_idx: hooked.append((which.name, topk_idx.tolist()))
-        )
+        dispatcher.routing_hooks.append(lambda which, topk_idx: hooked.append((which.name, topk_idx.tolist())))
         tokens, topk_idx, weights = inputs_to([[0, 3], [0, 1], [3, 3]], rank)
         d = dispatcher.dispatch(tokens.repeat(1, 8).bfloat16(), topk_idx, weights)
         dispatcher.combine(d.tokens, d.handle)
