@@ -22,6 +22,7 @@ from .errors import (
 )
 from .moe import MoELayer, update_expert_biases
 from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
+from .recorder import RoutingRecorder
 from .runner import LayerBudget, StepRunner
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "MoELayer",
     "PeerLostError",
     "RoutingError",
+    "RoutingRecorder",
     "StepRunner",
     "dequantize_mxfp8",
     "init_distributed",

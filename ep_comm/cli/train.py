@@ -22,6 +22,7 @@ def _option(flag: str, text: str, panel: str, **more: object) -> object:
 
 OptPath = Optional[Path]  # noqa: UP045 - typer reads these annotations at run time, on Python 3.10 as well
 OptInt = Optional[int]  # noqa: UP045
+OptStr = Optional[str]  # noqa: UP045
 OptFloat = Optional[float]  # noqa: UP045
 
 
@@ -78,7 +79,9 @@ def train(
     grad_dtype: Annotated[
         str, _option("--grad-dtype", "Gradients of the combine on the wire: mxfp8 or bf16.", _EP)
     ] = "mxfp8",
-    budget: Annotated[OptInt, _option("--budget", "Rows of a layer's receive buffer at the start.", _EP)] = None,
+    budget: Annotated[
+        OptStr, _option("--budget", "Rows of a layer's receive buffer at the start, or a budget.json of tune.", _EP)
+    ] = None,
     capacity_factor: Annotated[
         OptFloat,
         _option("--capacity-factor", "The same as a multiple of the mean load.", _EP, show_default="1.0"),
@@ -118,8 +121,9 @@ def train(
     ranks = arguments.pop("ranks")
     # Imported here, because torch takes seconds and --help needs none of it.
     from ..launchers import detect_launcher
-    from ..train.options import TrainOptions
+    from ..train.options import TrainOptions, parse_budget
 
+    arguments["budget"] = parse_budget(budget)
     options = TrainOptions(**arguments)
     launched = detect_launcher(os.environ)
     if launched.launcher == "single":

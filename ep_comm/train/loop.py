@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -216,9 +217,11 @@ class Trainer:
 
     def _make_model(self) -> ByteMoEModel:
         options, env = self.options, self.env
-        config, dtype = options.ep_config(self.mode), _DTYPES[options.dtype]
+        dtype = _DTYPES[options.dtype]
+        position = itertools.count()
 
         def make_moe(number: int) -> MoELayer:
+            config = options.layer_config(next(position), env.world_size, self.mode)
             return MoELayer(
                 options.hidden_size,
                 options.ffn_size,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..config import EPConfig
 from ..errors import ConfigError
+from ..tune.budgets import BudgetFile, load_budgets
 from .model import ModelConfig
 
-__all__ = ["TrainOptions"]
+__all__ = ["TrainOptions", "parse_budget"]
 
 # A resumed run that differs in one of these would not be the run that was saved.
 _IDENTITY = (
@@ -38,6 +40,7 @@ class TrainOptions:
             coefficient of the auxiliary loss, and inner width of a shared expert (0 = none).
         mode, dispatch_dtype, grad_dtype, budget, capacity_factor, max_budget, alignment, transport:
             see :class:`ep_comm.EPConfig`; ``grad_dtype`` is its ``combine_backward_dtype``.
+            ``budget`` may also be what ``ep-comm tune`` recommends, a budget of its own for every layer.
         headroom: share added to what was required when a budget grows.
         capture: CUDA graphs, see :class:`ep_comm.StepRunner`.
         dtype: ``"fp32"`` or ``"bf16"``, of parameters and activations.
@@ -67,7 +70,7 @@ class TrainOptions:
     mode: str = "static"
     dispatch_dtype: str = "mxfp8"
     grad_dtype: str = "mxfp8"
-    budget: int | None = None
+    budget: int | BudgetFile | None = None
     capacity_factor: float | None = None
     max_budget: int | None = None
     alignment: int = 16
@@ -121,8 +124,11 @@ class TrainOptions:
                 raise ConfigError(f"{_flag(name)} {path}: the folder {path.parent} does not exist")
         if self.resume is not None and not self.resume.is_dir():
             raise ConfigError(f"--resume {self.resume}: no such folder")
+        if isinstance(self.budget, BudgetFile) and self.capacity_factor is not None:
+            raise ConfigError(f"give --budget or --capacity-factor, not both: got --capacity-factor {self.capacity_factor}")
         self.model_config()
-        self.ep_config()
+        for layer in range(self.layers - self.dense_first):
+            self.layer_config(layer)
 
     def _check_choices(self) -> None:
         for name, allowed in (
@@ -140,6 +146,8 @@ class TrainOptions:
                 f"--experts must be a multiple of the {world_size} ranks, got {self.num_experts}: "
                 "every rank owns equally many experts"
             )
+        if isinstance(self.budget, BudgetFile):
+            self.layer_config(0, world_size)
 
     def model_config(self) -> ModelConfig:
         """The model's shape."""
@@ -159,13 +167,27 @@ class TrainOptions:
             max_tokens_per_rank=self.batch_size * self.sequence_length,
             mode=mode or self.mode,
             capacity_factor=factor,
-            budget_rows=self.budget,
+            budget_rows=self.budget if isinstance(self.budget, int) else None,
             max_budget_rows=self.max_budget,
             alignment=self.alignment,
             dispatch_forward_dtype=self.dispatch_dtype,
             combine_backward_dtype=self.grad_dtype,
             transport=self.transport,
         )
+
+    def layer_config(self, layer: int, ep_size: int | None = None, mode: str | None = None) -> EPConfig:
+        """The configuration of one MoE layer, from 0; its budget is its own where a budget.json gives one.
+
+        Raises:
+            ConfigError: the budget.json is for other sizes.
+        """
+        config = self.ep_config(mode)
+        if not isinstance(self.budget, BudgetFile):
+            return config
+        try:
+            return self.budget.apply(config, layer, ep_size)
+        except ConfigError as error:
+            raise ConfigError(f"--budget: {error}") from None
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a saved run to be continued; plain values only."""
@@ -178,6 +200,21 @@ class TrainOptions:
         span = max(1, self.steps - 1 - self.warmup)
         done = min(1.0, (step - self.warmup) / span)
         return self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def parse_budget(text: str | None) -> int | BudgetFile | None:
+    """What ``--budget`` means: rows, or the path of a budget.json.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if text is None:
+        return None
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if not Path(text).is_file():
+        raise ConfigError(f"--budget must be a number of rows or a budget.json of ep-comm tune, got {text!r}")
+    return load_budgets(text)
 
 
 _FLAGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..tune.budgets import BudgetFile
 from .gradients import is_expert
 from .loop import Trainer
 
@@ -186,4 +188,6 @@ def _listing(steps: list[int]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, BudgetFile):
+        return asdict(value)
     return str(value) if isinstance(value, Path) else value

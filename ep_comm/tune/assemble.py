@@ -155,7 +155,7 @@ class _Joiner:
             raise TuneError(f"no complete step is left of the trace: {self.log.summary() or 'it is too short for the target'}")
         merged = _merge_steps(np.array(steps), np.concatenate(rows), np.concatenate(pairs), source == "assembled")
         if not measured:
-            self.notes.append("pair_rows: counts do not say which tokens went where; the value is an upper bound")
+            self.notes.append("pair_rows: counts do not say which tokens went where; the value is an upper bound if no slot is empty")
         load_LP = np.stack([np.bincount(o, c, target.ep_size) for o, c in zip(maker.placement.owner_LE, load_LE)])
         return Sample(
             [str(layer) for layer in self.seen.layers], *merged, measured, target.ep_size, maker.num_experts, self.top_k,

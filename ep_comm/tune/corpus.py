@@ -94,7 +94,7 @@ def _draw(
     gammas = rng.standard_gamma(np.maximum(alpha * shares_CLE[corpus], 1e-6)) + 1e-12
     probability = gammas / gammas.sum(-1, keepdims=True)
     drawn = rng.multinomial((size * top_k)[None, None, :, None], probability)
-    counts = np.minimum(drawn, size[None, None, :, None])
+    counts = np.minimum(drawn, size[None, None, :, None, None])
     to_rank = np.zeros((steps, ranks, documents, layers, ranks))
     for layer in range(layers):
         one_hot = np.eye(ranks)[owner_LE[layer]]

@@ -26,12 +26,15 @@ class Drift:
         first: steps before this one are left out, because the demand was another then.
         slope_J: what remains: trend of log(rows) over the steps used, for each column, 0 where not significant.
         change: relative change of the mean demand from the first to the last eighth of the trace.
+        level_error: standard error of the relative level at the end of the trace, where a trend was removed: that
+            of the slope, and of taking the trend as straight, which may miss a twelfth of the square of the change.
     """
 
     changed: bool
     first: int
     slope_J: np.ndarray
     change: float
+    level_error: float = 0.0
 
     def recentre(self, columns_SJ: np.ndarray) -> np.ndarray:
         """The steps used, as they would be at the end of the trace."""
@@ -57,8 +60,12 @@ def find_drift(columns_SJ: np.ndarray) -> Drift:
         if not cut or size - first - cut < least:
             break
         first += cut
-    slope_J = _slopes(logs[first:])
-    return Drift(first > 0 or bool(slope_J.any()), first, slope_J, change)
+    slope_J, error_J = _slopes(logs[first:])
+    used = size - first
+    # At the end, half a trace from its middle, and as much again for the mean that the trend turns around.
+    level = np.hypot(error_J * used / 2 * math.sqrt(4 / 3), (slope_J * used) ** 2 / 12)
+    level_error = float(level[slope_J != 0].max()) if slope_J.any() else 0.0
+    return Drift(first > 0 or bool(slope_J.any()), first, slope_J, change, level_error)
 
 
 def _beginning_to_drop(logs_SJ: np.ndarray) -> int:
@@ -85,11 +92,12 @@ def _significant(difference_J: np.ndarray, error_J: np.ndarray, freedom: int) ->
     return bool((np.abs(difference_J) > limit * np.maximum(error_J, 1e-12)).any())
 
 
-def _slopes(logs_SJ: np.ndarray) -> np.ndarray:
-    """Trend of each column a step, 0 where it is not significant."""
+def _slopes(logs_SJ: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Trend of each column a step, 0 where it is not significant, and its standard error."""
     size, columns = logs_SJ.shape
     if size < 20:
-        return np.zeros(columns)
+        return np.zeros(columns), np.zeros(columns)
+    errors = np.zeros(columns)
     time = np.arange(size) - (size - 1) / 2
     slopes = time @ logs_SJ / (time @ time)
     for column in range(columns):
@@ -98,7 +106,8 @@ def _slopes(logs_SJ: np.ndarray) -> np.ndarray:
         error = math.sqrt(residual.var() * length / (time @ time))
         if not _significant(slopes[column : column + 1], np.array([error]), max(2, int(size / length) - 2)):
             slopes[column] = 0.0
-    return slopes
+        errors[column] = error
+    return slopes, errors
 
 
 def level_noise(columns_SJ: np.ndarray, horizon: int) -> float:

@@ -75,10 +75,17 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to choose, for comparison."""
+    """Another way to choose, for comparison.
+
+    Attributes:
+        name: of the way.
+        point: its budgets, memory and cost.
+        probability: of a replay in a step; corrected where the budgets were chosen from the sample.
+    """
 
     name: str
     point: FrontierPoint
+    probability: float
 
 
 @dataclass(frozen=True)
@@ -165,11 +172,13 @@ class _PointMaker:
 
     def alternatives(self, chosen: FrontierPoint) -> list[Alternative]:
         """The usual ways: one factor for all layers as safe as the choice, the library's default, the worst case."""
-        limit = self.columns.limit_J.astype(float)
+        one = self._one_factor(chosen.probability)
+        usual = self._at_factor(1.25)
+        worst = self.point(self.columns.limit_J.astype(float))
         return [
-            Alternative("one factor for all layers", self._one_factor(chosen.probability)),
-            Alternative("capacity_factor=1.25 (default)", self._at_factor(1.25)),
-            Alternative("worst case", self.point(limit)),
+            Alternative("one factor for all layers", one, self.model.risk(one.budgets_J).probability.value),
+            Alternative("capacity_factor=1.25 (default)", usual, usual.probability),
+            Alternative("worst case", worst, worst.probability),
         ]
 
     def _one_factor(self, probability: float) -> FrontierPoint:

@@ -30,9 +30,11 @@ def print_result(console: Console, result: TuneResult) -> None:
         console.print(f"[yellow]warning:[/yellow] {warning}")
     console.print(_layer_table(result))
     costs = result.request.costs
+    run = result.run
     console.print(
         f"replays: {per_1000(choice.risk.probability)} in 1,000 steps (95 % interval) while budgets stay as they are; "
-        f"in a run of {result.run.steps:,} steps with growth {_count(result.run.replays)}"
+        f"with budgets growing, {_count(run.replays)} in a run of {run.steps:,} steps"
+        + (f", {run.start_replays} of them in its first {run.start_steps} if it starts as the trace did" if run.start_steps else "")
     )
     console.print(
         f"memory: {_gib(choice.chosen.memory_bytes)} for rows and their gradients in {target.dtype}, hidden {target.hidden_size}"
@@ -103,13 +105,15 @@ def _alternatives_table(result: TuneResult) -> Table:
     for name in ("choice", "rows of all layers", "memory", "replays in 1,000 steps", "cost ms a step"):
         table.add_column(name, justify="left" if name == "choice" else "right")
     layers = len(result.sample.layers)
-    rows = [("per layer (recommended)", chosen)] + [(each.name, each.point) for each in result.recommendation.alternatives]
-    for name, point in rows:
+    ours = result.recommendation.risk.probability.value
+    rows = [("per layer (recommended)", chosen, ours)]
+    rows += [(each.name, each.point, each.probability) for each in result.recommendation.alternatives]
+    for name, point, probability in rows:
         table.add_row(
             name,
             f"{int(point.budgets_J[:layers].sum()):,}",
             _gib(point.memory_bytes),
-            _short(1000 * point.probability),
+            _short(1000 * probability),
             f"{point.cost_ms:.3g}",
         )
     return table
@@ -151,7 +155,7 @@ def result_facts(result: TuneResult) -> dict[str, Any]:
                 "name": each.name,
                 "rows": [int(rows) for rows in each.point.budgets_J[:layers]],
                 "memory_bytes": each.point.memory_bytes,
-                "replay_probability": each.point.probability,
+                "replay_probability": each.probability,
                 "cost_ms": each.point.cost_ms,
             }
             for each in choice.alternatives
@@ -179,6 +183,8 @@ def result_facts(result: TuneResult) -> dict[str, Any]:
 def _forecast_facts(run: Any) -> dict[str, Any]:
     return {
         "steps": run.steps,
+        "start_steps": run.start_steps,
+        "start_replays": run.start_replays,
         "overflows": vars(run.overflows),
         "replays": vars(run.replays),
         "final_rows": vars(run.final_rows),

@@ -19,7 +19,7 @@ import numpy as np
 
 from .drift import Drift, find_drift
 from .sample import Sample
-from .tail import Interval, TailFit, block_weights, correlation_length, fit_tail
+from .tail import Interval, TailFit, block_weights, correlation_length, fit_tail, tail_share
 
 __all__ = ["Columns", "ReplayRisk", "RiskModel"]
 
@@ -27,7 +27,7 @@ _DRAWS = 200
 _LATEST = 20_000
 _FLOOR = 1e-9
 # Widening of the bootstrap's quantiles, from the coverage on the laws of tests/tune/test_coverage.py.
-_WIDENING = 1.2
+_WIDENING = 1.3
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RiskModel:
     @cached_property
     def tails(self) -> list[TailFit]:
         """Fit of each column, over all bootstrap draws."""
-        return [fit_tail(column, self._weights_DX) for column in self.demand_SJ.T]
+        return [fit_tail(column, self._weights_DX, share=tail_share(column)) for column in self.demand_SJ.T]
 
     def utilisation(self, budgets_J: np.ndarray) -> np.ndarray:
         """Share of the tightest budget that each step uses, ``[S]``."""
@@ -123,7 +123,8 @@ class RiskModel:
         able = budgets_J < self.columns.limit_J
         if not able.any():
             return 0.0
-        return float(fit_tail(self.utilisation(np.where(able, budgets_J, np.inf))).exceedance(1.0)[0])
+        utilisation = self.utilisation(np.where(able, budgets_J, np.inf))
+        return float(fit_tail(utilisation, share=tail_share(utilisation)).exceedance(1.0)[0])
 
     def risk(self, budgets_J: np.ndarray) -> ReplayRisk:
         """Probability of a replay with its interval."""
@@ -137,19 +138,30 @@ class RiskModel:
             zeros = np.zeros(len(self._weights_DX) - 1)
             return ReplayRisk(Interval(0.0, 0.0, bound), zeros, None, 0.0)
         utilisation = (self.demand_SJ[:, able] / budgets_J[able]).max(1)
-        tail = fit_tail(utilisation)
+        share = tail_share(utilisation)
+        tail = fit_tail(utilisation, share=share)
         plain = float(tail.exceedance(1.0)[0])
         observed = float((utilisation > 1).mean())
-        ratios, middle = self._log_ratios(able, marginal_J)
+        ratios, middle = self._log_ratios(able, marginal_J, share)
         draws = np.maximum(plain, _FLOOR) * np.exp(ratios)
         if plain < _FLOOR:
             # A bounded tail that ends below the budgets: only other shapes say how wrong that may be.
             rng = np.random.default_rng(self._seed + 3)
-            direct = fit_tail(utilisation, self._weights_DX, draw_shapes=rng).exceedance(1.0)[1:]
+            direct = fit_tail(utilisation, self._weights_DX, share=share, draw_shapes=rng).exceedance(1.0)[1:]
             draws = np.maximum(draws, direct)
+        draws = draws * self._drifted(tail, len(draws))
         draws = np.minimum(draws, self._most(observed, int(able.sum())))
         value = min(plain * float(np.exp(middle)), float(draws.max()))
         return ReplayRisk(Interval.of(value, draws), draws, tail, observed)
+
+    def _drifted(self, tail: TailFit, count: int) -> np.ndarray:
+        """Factors on the draws for what is not known about the level at the end of a drifting trace."""
+        error = self.drift.level_error
+        if error == 0:
+            return np.ones(count)
+        levels = np.exp(error * np.random.default_rng(self._seed + 5).standard_normal(count))
+        at = np.array([tail.exceedance(1.0 / level)[0] for level in levels])
+        return np.maximum(at, _FLOOR) / max(float(tail.exceedance(1.0)[0]), _FLOOR)
 
     def _most(self, observed: float, columns: int) -> float:
         """A bound that needs no fit: what the number of overflows in the sample allows (Clopper and Pearson 1934).
@@ -163,7 +175,16 @@ class RiskModel:
         seen = observed * steps + columns
         return 1.0 if seen >= steps else float(scipy_stats().beta.ppf(0.975, seen + 1, steps - seen))
 
-    def _log_ratios(self, able_J: np.ndarray, marginal_J: np.ndarray) -> tuple[np.ndarray, float]:
+    def tail_band(self, budgets_J: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """95 % bootstrap interval of P(utilisation > level) for each of ``levels``, at fixed budgets."""
+        usable = np.where(budgets_J < self.columns.limit_J, budgets_J, np.inf)
+        rng = np.random.default_rng(self._seed + 4)
+        utilisation = self.utilisation(usable)
+        tail = fit_tail(utilisation, self._weights_DX, share=tail_share(utilisation), draw_shapes=rng)
+        low, high = np.quantile([tail.exceedance(level) for level in levels], [0.025, 0.975], axis=1)
+        return low, high
+
+    def _log_ratios(self, able_J: np.ndarray, marginal_J: np.ndarray, share: float) -> tuple[np.ndarray, float]:
         """log(sample's risk / draw's risk) for the budgets that each draw would have chosen; their median."""
         rng = np.random.default_rng(self._seed + 1)
         chosen = [tail.quantile_of_draws(p) for tail, p, able in zip(self.tails, marginal_J, able_J) if able]
@@ -173,21 +194,21 @@ class RiskModel:
         drawn, blurred, plain = [], [], []
         for draw in range(1, len(budgets_DJ)):
             utilisation = (demand / budgets_DJ[draw]).max(1)
-            fit = fit_tail(utilisation, self._weights_DX[[0, draw, 0]])
-            own, of_draw, _ = fit.exceedance(1.0)
+            fit = fit_tail(utilisation, self._weights_DX[[0, draw]], share=share)
+            own, of_draw = fit.exceedance(1.0)
             # The sample's own fit is uncertain as well, so its shape is drawn.
-            spread = fit_tail(utilisation, self._weights_DX[[0, 0]], draw_shapes=rng).exceedance(1.0)[1]
+            spread = fit_tail(utilisation, self._weights_DX[[0, 0]], share=share, draw_shapes=rng).exceedance(1.0)[1]
             drawn.append(of_draw), plain.append(own), blurred.append(spread)
         logs = [np.log(np.maximum(np.array(each), _FLOOR)) for each in (plain, blurred, drawn)]
         middle = float(np.median(logs[0] - logs[2]))
         return middle + self._widening() * (logs[0] - logs[2] - middle) + (logs[1] - logs[0]), middle
 
     def _widening(self) -> float:
-        """Student's factor for the number of independent extremes, times a constant found by calibration."""
+        """Student's factor for the number of independent blocks, times a constant found by calibration."""
         from .optional import scipy_stats
 
-        extremes = max(3.0, 0.1 * self.num_steps / self.correlation)
-        return _WIDENING * float(scipy_stats().t.ppf(0.975, extremes - 1)) / 1.96
+        blocks = max(5.0, self.num_steps / (2 * self.correlation))
+        return _WIDENING * float(scipy_stats().t.ppf(0.975, blocks - 1)) / 1.96
 
     def _correlation(self) -> float:
         """Steps over which demands, and in particular large ones, hang together."""

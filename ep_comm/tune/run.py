@@ -182,7 +182,8 @@ def _answer(
         warnings.append(f"no hold-out check: on the first part of the trace {error}")
     return TuneResult(
         request, files, seen, state.pairs, log.problems, sample, model, choice, _layer_risks(model, budgets, len(sample.layers)),
-        forecast(model, choice.risk, budgets, request.target.steps, request.headroom, request.seed), checked, warnings,
+        forecast(model, choice.risk, budgets, request.target.steps, request.headroom, request.seed, from_start=True),
+        checked, warnings,
     )  # fmt: skip
 
 
