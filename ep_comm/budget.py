@@ -103,7 +103,7 @@ class StaticBudget:
     ) -> BudgetExceededError:
         """The error for a demand above the ceiling, or for ``memory`` bytes that are not free."""
         if memory is None:
-            why = f"allowed are max_budget_rows={self.rows.ceiling}"
+            why = f"allowed are {self.rows.ceiling} (max_budget_rows, or the worst case of any routing)"
         else:
             why = f"but growing the budgets takes {memory / 2**20:.0f} MiB, more than is free on some rank"
         return BudgetExceededError(

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .errors import EPError
 from .ledger import StepLedger, Verdict
 
-__all__ = ["CapturedStep", "GraphCache", "optimizers_can_skip"]
+__all__ = ["CapturedStep", "GraphCache", "optimizers_can_skip", "release_graphs"]
 
 log = logging.getLogger("ep_comm")
 
@@ -122,6 +123,15 @@ class GraphCache:
         """Graphs captured so far."""
         self.replays = 0
         """Graph launches so far."""
+        _caches.add(self)
+
+    def clear(self) -> None:
+        """Drop all graphs, after what runs has finished. NCCL cannot be shut down while one holds its kernels."""
+        if self._graphs:
+            torch.cuda.synchronize()
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
 
     def note_uncaptured(self, batch: Any) -> None:
         """Count a committed step that ran without a graph towards the warm-up of its batch signature."""
@@ -196,6 +206,15 @@ class GraphCache:
             raise EPError(f"capture='always': the step cannot be captured in a CUDA graph: {error}") from error
         self._given_up = True
         log.warning("training goes on without CUDA graphs: the step cannot be captured: %s", error)
+
+
+_caches: WeakSet[GraphCache] = WeakSet()
+
+
+def release_graphs() -> None:
+    """Drop the graphs of all runners; before a process group is destroyed."""
+    for cache in list(_caches):
+        cache.clear()
 
 
 def _tensors(batch: Any) -> list[Tensor]:

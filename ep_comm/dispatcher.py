@@ -154,12 +154,14 @@ class Dispatcher:
             self._set_device(tokens.device)
         if fault is not None:
             tokens, topk_idx, topk_weights = self._no_tokens()
-        sequence, self._sequence = self._sequence, self._sequence + 1
         ledger = current_ledger()
         if ledger is not None:
             ledger.enter(self)
         exact = self.config.mode == "eager" or (ledger is not None and ledger.exact)
+        sequence = self._sequence
         plan, sizing = self._plan(tokens, topk_idx, topk_weights, fault, sequence, exact)
+        # Counted only now: where the exchange ended in an error, it ended so on all ranks.
+        self._sequence += 1
         channel = self._channel(plan, sizing, tokens.dtype, sequence)
         anchor = self._anchor if torch.is_grad_enabled() else self._anchor.detach()
         rows, scales, link, weights = Dispatch.apply(tokens, topk_weights, anchor, channel)
@@ -377,12 +379,13 @@ class Dispatcher:
             operation=f"dispatch of {self.name}",
         )
         plan = self._transport.make_plan(request, self.rank)
+        sizing = self._size(plan.matrix_PX, exact, limit, fault)
         if self.config.mode == "static":
             self.record.add(plan, self._layout.split(plan.matrix_PX)[0])
         sent_P = plan.pair_tokens_PP[self.rank]
         self._sent += sent_P.sum() - sent_P[self.rank]
         self._latest = plan
-        return plan, self._size(plan.matrix_PX, exact, limit, fault)
+        return plan, sizing
 
     def _size(self, matrix_PX: Tensor, exact: bool, limit: int, fault: Fault | None) -> Sizing:
         """Buffer sizes of this dispatch; in eager mode and on a replay the dispatch's one host sync."""

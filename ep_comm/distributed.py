@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
 from .launchers import LaunchInfo, detect_launcher
 
@@ -139,6 +140,8 @@ def shutdown(*, failed: bool | None = None) -> None:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(1)
     if not dist.is_initialized():
         return
+    if not failed:
+        release_graphs()  # NCCL waits for ever for graphs that hold its kernels
     if failed and env.backend == "nccl":
         dist.distributed_c10d._abort_process_group()  # a normal destroy would wait for the peers
     else:

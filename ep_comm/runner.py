@@ -198,6 +198,12 @@ class StepRunner:
         for dispatcher in self._seen:
             self._adopt(dispatcher)
 
+    def close(self) -> None:
+        """Drop captured graphs. Needed before destroying an NCCL process group by hand, which otherwise waits
+        for them for ever; :func:`ep_comm.shutdown` does it for all runners."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     # -- one attempt ---------------------------------------------------------------------------------
 
     def _first_attempt(self, batch: Any) -> tuple[Any, Verdict, bool]:

@@ -17,6 +17,7 @@ __all__ = ["CudaKernels", "KernelError", "cuda_kernels", "cuda_kernels_problem",
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STATIC_SHARED_LIMIT = 40 * 1024  # dynamic shared memory that needs no permission, beside some static
+_EMPTY = 16  # aligned, and never read
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -139,7 +140,8 @@ def _argument(value: Any) -> Any:
     if value is None:
         return np.uint64(0)
     if isinstance(value, Tensor):
-        return np.uint64(value.data_ptr())
+        # An empty tensor has no address, but it is there: kernels take null for "not given".
+        return np.uint64(value.data_ptr() or _EMPTY)
     if isinstance(value, int):
         return np.int32(value)
     return value

@@ -227,6 +227,8 @@ class CollectiveTransport(Transport):
         """Turn a backend's failure into an error that says what was going on."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLostError(

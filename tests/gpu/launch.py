@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ep_comm.capture import release_graphs
+
 __all__ = ["needs_gpus", "run_gpu_ranks"]
 
 _GRACE_SECONDS = 5.0
@@ -108,6 +110,7 @@ def _work(
     results.close()
     results.join_thread()
     if answer[0]:
+        release_graphs()
         dist.destroy_process_group()
     else:
         # A peer may wait in a collective for ever: leave without meeting it.

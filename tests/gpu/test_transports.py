@@ -96,13 +96,13 @@ def run_specs(rank: int, world_size: int, specs: list[Spec], transport: str) -> 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 @needs_gpus(2)
 def test_two_gpus_equal_the_reference(transport: str) -> None:
-    for rank, wrong in enumerate(run_gpu_ranks(run_specs, 2, draw_specs(2, 40, seed=1), transport)):
+    for rank, wrong in enumerate(run_gpu_ranks(run_specs, 2, draw_specs(2, 16, seed=1), transport)):
         assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
 
 
 @needs_gpus(1)
 def test_one_gpu_equals_the_reference() -> None:
-    (wrong,) = run_gpu_ranks(run_specs, 1, draw_specs(1, 30, seed=2), "auto")
+    (wrong,) = run_gpu_ranks(run_specs, 1, draw_specs(1, 16, seed=2), "auto")
     assert not wrong, f"{len(wrong)} wrong\n" + "\n".join(wrong[:5])
 
 

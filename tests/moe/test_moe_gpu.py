@@ -125,4 +125,5 @@ def test_a_captured_pass_replays_with_new_tokens() -> None:
         for name, parameter in layer.named_parameters():
             assert torch.equal(parameter.grad, expected[name]), name
         assert torch.equal(layer.router.expert_bias, reference.router.expert_bias)
-    assert layer.router.expert_bias.abs().max() > 0.02
+    # Three updates of 0.01 in either direction leave an odd multiple of it where the load was never even.
+    assert layer.router.expert_bias.abs().max() > 0.005
