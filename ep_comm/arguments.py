@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .status import DTYPES, Fault, FaultCode
+from .status import DTYPES, Fault, FaultCode, device_values, dtype_value
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
@@ -27,9 +27,9 @@ def check_dispatch(
     if tokens.dim() != 2 or tokens.shape[1] != config.hidden_size:
         return Fault(FaultCode.TOKENS_SHAPE, _shape(tokens))
     if tokens.dtype not in DTYPES:
-        return Fault(FaultCode.TOKENS_DTYPE, detail=f"got {tokens.dtype}")
+        return Fault(FaultCode.TOKENS_DTYPE, (dtype_value(tokens.dtype),))
     if not _device_fits(dispatcher, tokens):
-        return Fault(FaultCode.TOKENS_DEVICE, detail=f"expected {dispatcher.device}, got {tokens.device}")
+        return Fault(FaultCode.TOKENS_DEVICE, _devices(tokens, dispatcher.device))
     if tokens.shape[0] > config.max_tokens_per_rank:
         return Fault(FaultCode.TOO_MANY_TOKENS, (tokens.shape[0],))
     expected = (tokens.shape[0], config.top_k)
@@ -55,10 +55,9 @@ def check_combine(dispatcher: Dispatcher, expert_output: Any, handle: Any) -> Fa
         values = [*_shape(expert_output), 0, 0, 0][:3]
         return Fault(FaultCode.OUTPUT_SHAPE, (*values, handle.num_rows))
     if expert_output.dtype not in DTYPES:
-        return Fault(FaultCode.OUTPUT_DTYPE, detail=f"got {expert_output.dtype}")
+        return Fault(FaultCode.OUTPUT_DTYPE, (dtype_value(expert_output.dtype),))
     if expert_output.device != dispatcher.device:
-        detail = f"expected {dispatcher.device}, got {expert_output.device}"
-        return Fault(FaultCode.OUTPUT_DEVICE, detail=detail)
+        return Fault(FaultCode.OUTPUT_DEVICE, _devices(expert_output, dispatcher.device))
     return None
 
 
@@ -75,9 +74,9 @@ def _check_slots(
     if tuple(value.shape) != shape:
         return Fault(FaultCode(first_code + 1), _shape(value))
     if value.dtype not in dtypes:
-        return Fault(FaultCode(first_code + 2), detail=f"got {value.dtype}")
+        return Fault(FaultCode(first_code + 2), (dtype_value(value.dtype),))
     if value.device != device:
-        return Fault(FaultCode(first_code + 3), detail=f"expected {device}, got {value.device}")
+        return Fault(FaultCode(first_code + 3), _devices(value, device))
     return None
 
 
@@ -85,6 +84,11 @@ def _device_fits(dispatcher: Dispatcher, tokens: Tensor) -> bool:
     if dispatcher.ep_size == 1:
         return tokens.device.type in ("cpu", "cuda")
     return tokens.device == dispatcher.device
+
+
+def _devices(tensor: Tensor, expected: torch.device) -> tuple[int, ...]:
+    """The tensor's device and the expected one, as the status words carry them."""
+    return (*device_values(tensor.device), *device_values(expected))
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -25,13 +25,49 @@ import torch
 from .config import EPConfig
 from .errors import ArgumentError, ClosedError, EPError, HandleError, RoutingError
 
-__all__ = ["DTYPES", "FAULT_VALUES", "Fault", "FaultCode", "HEADER_WORDS", "Operation", "Word", "error_from_words"]
+__all__ = [
+    "DTYPES",
+    "FAULT_VALUES",
+    "HEADER_WORDS",
+    "Fault",
+    "FaultCode",
+    "Operation",
+    "Word",
+    "device_values",
+    "dtype_value",
+    "error_from_words",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes a token row or an expert output may have; the index is the code in the status words."""
 
 _ALLOWED = "torch.bfloat16, torch.float16 or torch.float32"
 FAULT_VALUES = 4
+
+# Every dtype and kind of device by a number, so that all ranks can name what one of them got.
+_NAMED_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+_DEVICE_TYPES = ("cpu", "cuda", "meta", "xpu", "mps", "hpu", "xla", "mtia", "privateuseone")
+
+
+def dtype_value(dtype: torch.dtype) -> int:
+    """The number that stands for a dtype in a fault's values."""
+    return _NAMED_DTYPES.index(str(dtype))
+
+
+def device_values(device: torch.device) -> tuple[int, int]:
+    """The numbers that stand for a device in a fault's values: kind and index."""
+    kind = _DEVICE_TYPES.index(device.type) if device.type in _DEVICE_TYPES else -1
+    return kind, -1 if device.index is None else device.index
+
+
+def _dtype_name(value: int) -> str:
+    # Another version of PyTorch may know other dtypes.
+    return _NAMED_DTYPES[value] if 0 <= value < len(_NAMED_DTYPES) else "another dtype"
+
+
+def _device_name(kind: int, index: int) -> str:
+    name = _DEVICE_TYPES[kind] if 0 <= kind < len(_DEVICE_TYPES) else "another kind of device"
+    return name if index < 0 else f"{name}:{index}"
 
 
 class Word(IntEnum):
@@ -145,20 +181,27 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
             f"expert_output must have the shape of the dispatched rows, [{v[3]}, {hidden}], got {shape}"
         ),
     }
+    if code in (FaultCode.TOKENS_DTYPE, FaultCode.IDX_DTYPE, FaultCode.WEIGHTS_DTYPE, FaultCode.OUTPUT_DTYPE):
+        allowed = {
+            FaultCode.IDX_DTYPE: "torch.int32 or torch.int64",
+            FaultCode.WEIGHTS_DTYPE: "torch.float32",
+        }.get(code, _ALLOWED)
+        return f"{_argument(code)} must be {allowed}, got {_dtype_name(v[0])}"
+    if code in (FaultCode.TOKENS_DEVICE, FaultCode.IDX_DEVICE, FaultCode.WEIGHTS_DEVICE, FaultCode.OUTPUT_DEVICE):
+        where = f"{_device_name(*v[2:4])}, the dispatcher's device"
+        return f"{_argument(code)} must be on {where}, got {_device_name(*v[:2])}"
     plain = {
         FaultCode.TOKENS_TYPE: "tokens must be a torch.Tensor",
         FaultCode.IDX_TYPE: "topk_idx must be a torch.Tensor",
         FaultCode.WEIGHTS_TYPE: "topk_weights must be a torch.Tensor",
         FaultCode.OUTPUT_TYPE: "expert_output must be a torch.Tensor",
-        FaultCode.TOKENS_DTYPE: f"tokens must be {_ALLOWED}",
-        FaultCode.IDX_DTYPE: "topk_idx must be torch.int32 or torch.int64",
-        FaultCode.WEIGHTS_DTYPE: "topk_weights must be torch.float32",
-        FaultCode.OUTPUT_DTYPE: f"expert_output must be {_ALLOWED}",
-        FaultCode.TOKENS_DEVICE: "tokens must be on the dispatcher's device",
-        FaultCode.IDX_DEVICE: "topk_idx must be on the dispatcher's device",
-        FaultCode.WEIGHTS_DEVICE: "topk_weights must be on the dispatcher's device",
-        FaultCode.OUTPUT_DEVICE: "expert_output must be on the dispatcher's device",
         FaultCode.HANDLE_TYPE: "handle must be the handle of a Dispatched that dispatch() returned",
         FaultCode.HANDLE_FOREIGN: "handle belongs to another dispatcher; combine with the one that dispatched",
     }
     return shapes.get(code) or plain[code]
+
+
+def _argument(code: FaultCode) -> str:
+    """Name of the argument that a code is about."""
+    names = {"TOKENS": "tokens", "IDX": "topk_idx", "WEIGHTS": "topk_weights", "OUTPUT": "expert_output"}
+    return names[code.name.split("_")[0]]
