@@ -157,7 +157,7 @@ class Dispatcher:
         ledger = current_ledger()
         if ledger is not None:
             ledger.enter(self)
-        exact = self.config.mode == "eager" or (ledger is not None and ledger.exact)
+        exact = self.config.mode == "eager" or (ledger is not None and ledger.exact and not self.drops)
         sequence = self._sequence
         plan, sizing = self._plan(tokens, topk_idx, topk_weights, fault, sequence, exact)
         # Counted only now: where the exchange ended in an error, it ended so on all ranks.
@@ -218,6 +218,11 @@ class Dispatcher:
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._closed
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows that do not fit are lost by choice (``overflow="drop"``) instead of replayed."""
+        return self.config.overflow == "drop"
 
     @property
     def budget_rows(self) -> int | None:

@@ -53,7 +53,7 @@ class Verdict:
     """What the ranks agree on after an attempt, and what this rank's dispatchers needed.
 
     Attributes:
-        overflow: somewhere a budget was too small.
+        overflow: somewhere a budget was too small, and the rows are not dropped by choice.
         failed: somewhere routing was invalid.
         demands: of this rank's dispatchers.
     """
@@ -154,7 +154,8 @@ class StepLedger:
         if one is given. Ranks of a dispatcher's own group agree without it.
         """
         records = [dispatcher.record.words for dispatcher in self.dispatchers]
-        overflow = torch.stack([words[_OVERFLOW] for words in records]).amax()
+        counting = [words[_OVERFLOW] * (not d.drops) for words, d in zip(records, self.dispatchers, strict=True)]
+        overflow = torch.stack(counting).amax()
         failed = torch.stack([words[_FAULT_RANK] for words in records]).amax() >= 0
         flags = torch.stack([overflow, failed.to(overflow.dtype)])
         if group is not None:

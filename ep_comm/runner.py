@@ -12,6 +12,7 @@ needed is what the budgets grow to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from .capture import GraphCache
 from .devices import free_memory
 from .dispatcher import Dispatcher
 from .errors import BudgetExceededError, ConfigError, EPError
-from .ledger import StepLedger, Verdict
+from .ledger import Demand, StepLedger, Verdict
 from .snapshot import StateSnapshot
 
 __all__ = ["LayerBudget", "StepRunner"]
+
+log = logging.getLogger("ep_comm")
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class StepRunner:
                 optimizer.step()
         for dispatcher, demand in verdict.demands:
             dispatcher.budget.note(demand)
+            if dispatcher.drops and demand.overflowed:
+                self._note_dropped(dispatcher, demand)
         self.steps += 1
         return result
 
@@ -293,7 +298,7 @@ class StepRunner:
         if not verdict.overflow:
             return
         for dispatcher, demand in verdict.demands:
-            if demand.overflowed:
+            if demand.overflowed and not dispatcher.drops:
                 required = max(demand.required_rows)
                 where = demand.required_rows.index(required)
                 raise dispatcher.budget.exceeded(self._name(dispatcher), where, required)
@@ -307,11 +312,24 @@ class StepRunner:
 
     def _count_overflows(self, verdict: Verdict) -> None:
         for dispatcher, demand in verdict.demands:
-            dispatcher.budget.overflows += demand.overflowed
+            dispatcher.budget.overflows += demand.overflowed and not dispatcher.drops
+
+    def _note_dropped(self, dispatcher: Dispatcher, demand: Demand) -> None:
+        if dispatcher.budget.overflows == 0:
+            log.warning(
+                "%s: rows were dropped, as overflow='drop' asks: %d rows needed, the budget is %d; said once, counted "
+                "in budgets()",
+                self._name(dispatcher),
+                max(demand.required_rows),
+                dispatcher.budget_rows,
+            )
+        dispatcher.budget.overflows += 1
 
     def _grow(self, verdict: Verdict) -> None:
         """Grow the budgets that were too small, if the memory is there on every rank."""
-        growth = [(d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands]
+        growth = [
+            (d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands if not d.drops
+        ]
         total = sum(more for _, _, more in growth)
         device = verdict.demands[0][0].device if verdict.demands else torch.device("cpu")
         short = torch.tensor(int(total > free_memory(device)), dtype=torch.int32, device=device)

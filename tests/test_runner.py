@@ -333,3 +333,38 @@ def test_snapshot_restores_replaced_buffers_and_objects() -> None:
 def test_a_lost_rank_is_not_hidden_by_the_runner() -> None:
     assert issubclass(PeerLostError, EPError) and issubclass(BudgetExceededError, EPError)
     assert isinstance(config("static"), EPConfig)
+
+
+def test_dropping_by_choice_keeps_the_step() -> None:
+    """overflow="drop": no replay, no growth; the losses differ from eager's, and the runner counts the steps."""
+    for replays, overflows, budget, same in run_ranks(train_dropping, 2):
+        assert replays == 0 and overflows > 0 and budget == 4 and not same
+
+
+def train_dropping(rank: int, world_size: int) -> tuple[int, int, int, bool]:
+    _, _, eager_losses = train(rank, world_size, 3, {"mode": "eager"}, False, 1)
+    changes = {"mode": "static", "budget_rows": 4, "overflow": "drop"}
+    _, run, losses = train(rank, world_size, 3, changes, False, 1)
+    layer = run.budgets()[0]
+    return run.replays, layer.overflows, layer.budget_rows, losses == eager_losses
+
+
+def test_a_layer_that_drops_goes_on_dropping_in_a_replay() -> None:
+    """One layer drops, the other replays: the replayed step keeps the first one's losses of rows."""
+    run_ranks(mixed_policies, 2)
+
+
+def mixed_policies(rank: int, world_size: int) -> None:
+    states = []
+    for budget in (4, 1000):
+        torch.manual_seed(1)
+        model = Model(config("static", budget_rows=budget))
+        model.layers[0].dispatcher.close()
+        model.layers[0].dispatcher = Dispatcher(config("static", budget_rows=8, overflow="drop"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        run = StepRunner(step_fn(model), model=model, optimizer=optimizer)
+        run(_full_batch())
+        assert run.replays == (1 if budget == 4 else 0)
+        assert run.budgets()[0].budget_rows == 8 and run.budgets()[0].overflows == 1
+        states.append(state_of(model, optimizer))
+    assert_same_state(*states)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ..mxfp8 import MXFP8Tensor
 from ..plan import CountedPlan, Sizing
 from ..rows import SumTable, invert_table, pick_from_rows, place_in_rows, sum_rows
 from .base import Route, RowFormat, Transport
-from .wire import WireLayout
+from .wire import WireBuffers, WireLayout
 
 __all__ = ["CollectiveTransport"]
 
@@ -72,6 +73,7 @@ class CollectiveTransport(Transport):
     def __init__(self, group: dist.ProcessGroup | None, rank: int, ep_size: int) -> None:
         self.name = "collective" if ep_size > 1 else "local"
         self._group = group
+        self._buffers = _buffers_of(group)
         self._rank = rank
         self._ep_size = ep_size
 
@@ -124,14 +126,15 @@ class CollectiveTransport(Transport):
         first = route.receive is None
         wire = WireLayout(rows_TH.shape[1], plan.top_k, row_format, scalars=scalars_TK is not None, rows=first)
         # One spare row: positions without a token have something to point at when there are no tokens.
-        tokens_TW = wire.buffer(max(plan.num_tokens, 1), device)
+        tokens_TW = self._buffers.take("tokens", max(plan.num_tokens, 1), wire.row_bytes, device)
         if plan.num_tokens == 0:
             tokens_TW.zero_()
         else:
             wire.pack(rows_TH, tokens_TW)
             if scalars_TK is not None:
                 wire.scalar_view(tokens_TW).copy_(scalars_TK)
-        sent_SW = tokens_TW.index_select(0, route.tokens_S)
+        sent_SW = self._buffers.take("sent", route.num_sent, wire.row_bytes, device)
+        torch.index_select(tokens_TW, 0, route.tokens_S, out=sent_SW)
         if first:
             wire.row_view(sent_SW).copy_(self._destination_rows(route))
         received_NW = self._all_to_all(sent_SW, route, wire, operation, reverse=False)
@@ -156,7 +159,7 @@ class CollectiveTransport(Transport):
         plan, receive, device = route.plan, route.receive, rows_RH.device
         hidden_size = rows_RH.shape[1]
         wire = WireLayout(hidden_size, plan.top_k, RowFormat(rows_RH.dtype), scalars=scalars_R is not None)
-        partial_NW = wire.buffer(route.num_received, device)
+        partial_NW = self._buffers.take("sent", route.num_received, wire.row_bytes, device)
         sum_rows(rows_RH, receive.sums, weights_R, wire.payload(partial_NW))
         if scalars_R is not None:
             wire.scalar_view(partial_NW).copy_(pick_from_rows(scalars_R, receive.rows_NK))
@@ -213,7 +216,7 @@ class CollectiveTransport(Transport):
         """Exchange rows along the route, or back along it; one zero row follows the received ones."""
         splits = (route.recv_splits, route.send_splits) if not reverse else (route.send_splits, route.recv_splits)
         count = route.num_sent if reverse else route.num_received
-        out_XW = wire.buffer(count + 1, rows_XW.device)
+        out_XW = self._buffers.take("received", count + 1, wire.row_bytes, rows_XW.device)
         out_XW[count].zero_()
         if self._ep_size == 1:
             out_XW[:count].copy_(rows_XW)
@@ -235,6 +238,18 @@ class CollectiveTransport(Transport):
                 f"rank {self._rank}: {operation} failed; a rank of the group died or did not arrive within the "
                 f"process group's timeout: {reason}"
             ) from error
+
+
+_shared_buffers: WeakValueDictionary[str, WireBuffers] = WeakValueDictionary()
+
+
+def _buffers_of(group: dist.ProcessGroup | None) -> WireBuffers:
+    """The buffers that all transports of a group share; they go with the last of them."""
+    name = group.group_name if group is not None else ""
+    buffers = _shared_buffers.get(name)
+    if buffers is None:
+        buffers = _shared_buffers[name] = WireBuffers()
+    return buffers
 
 
 def _take_rows(rows: Tensor | MXFP8Tensor, index_R: Tensor) -> Tensor | MXFP8Tensor:

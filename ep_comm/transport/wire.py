@@ -13,13 +13,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import devices
 from ..config import round_up
 from ..mxfp8 import MXFP8Tensor, dequantize_packed, pack_mxfp8, unpack_mxfp8, wire_payload_bytes
 from .base import RowFormat
 
-__all__ = ["WireLayout"]
+__all__ = ["WireBuffers", "WireLayout"]
 
 _UNIT = 16
+
+
+class WireBuffers:
+    """Where wire rows are put together and arrive.
+
+    On a CPU a large fresh buffer costs more than filling it, because the kernel has to map its pages one by one.
+    Nothing outlives the call that uses a buffer there, so each place keeps one and makes it larger when
+    needed. On other devices PyTorch's allocator does this, and knows about streams.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, place: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
+        """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``, valid until ``place`` is taken again."""
+        if not devices.host_reads_are_free(device):
+            return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=device)
+        size = num_rows * row_bytes
+        kept = self._kept.get(place)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[place] = torch.empty(size, dtype=torch.uint8, device=device)
+        return kept[:size].view(num_rows, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -59,10 +82,6 @@ class WireLayout:
     def row_bytes(self) -> int:
         """W, bytes of a whole row."""
         return self.rows_at + (round_up(4 * self.top_k, _UNIT) if self.rows else 0)
-
-    def buffer(self, num_rows: int, device: torch.device) -> Tensor:
-        """An uninitialised buffer, uint8 ``[num_rows, W]``."""
-        return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, rows_TH: Tensor, out_TW: Tensor) -> None:
         """Write the payload of every row, quantised where the format says so."""
