@@ -23,7 +23,10 @@ __all__ = ["RoutingRecorder"]
 
 
 class _Ring:
-    """Counts of one dispatcher: ``[steps, dispatches, E + P + 1]``: pairs an expert, tokens a rank, tokens."""
+    """Counts of one dispatcher: ``[steps, dispatches, E + P + 1]``: pairs an expert, tokens a rank, tokens + 1.
+
+    A last word of 0 means that there was no such dispatch.
+    """
 
     def __init__(self, dispatcher: Dispatcher, layer: int, steps: int, dispatches: int) -> None:
         self.dispatcher, self.layer = dispatcher, layer
@@ -41,7 +44,7 @@ class _Ring:
         row.scatter_add_(0, idx_TK.flatten(), torch.ones_like(idx_TK).flatten())
         rank_TK = torch.where(good_TK, raw_TK // (experts // ranks), ranks)
         needs_TP = torch.zeros(num_tokens, ranks + 1, dtype=torch.bool, device=raw_TK.device).scatter_(1, rank_TK, True)
-        tokens = torch.full((1,), num_tokens, dtype=torch.int64, device=raw_TK.device)
+        tokens = torch.full((1,), num_tokens + 1, dtype=torch.int64, device=raw_TK.device)
         row = torch.cat([row[:experts], needs_TP[:, :ranks].sum(0), tokens])
         self.counts[:, dispatch].index_copy_(0, slot, row.unsqueeze(0))
 
@@ -186,10 +189,10 @@ class RoutingRecorder:
         ring.add(topk_idx_TK.detach(), self._slots[ring.counts.device], dispatch)
 
     def _write(self, ring: _Ring, step: int, dispatches: list[list[int]]) -> None:
-        for dispatch, row in enumerate(dispatches):
-            counts, to_ranks, tokens = row[: ring.num_experts], row[ring.num_experts : -1], row[-1]
-            if dispatch and not tokens and not any(counts):
-                continue  # fewer micro-batches than there may be
+        for row in dispatches:
+            counts, to_ranks, tokens = row[: ring.num_experts], row[ring.num_experts : -1], row[-1] - 1
+            if tokens < 0:
+                continue
             record = {
                 "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": ring.layer, "rank": self.rank,
                 "num_tokens": tokens, "topk": ring.dispatcher.config.top_k, "ep_size": ring.ep_size,

@@ -82,7 +82,7 @@ def assemble(
         ConfigError: trace and target do not fit.
         TuneError: no complete step is left.
     """
-    num_experts = target.num_experts or -(-(seen.largest_id + 1) // target.ep_size) * target.ep_size
+    num_experts = target.num_experts or _experts(seen, seen.largest_id, target)
     while True:
         log.clear()
         state = reading(log)
@@ -94,9 +94,16 @@ def assemble(
         if state.largest_id < num_experts:
             break
         # A rare expert turned up late, and counts and owners depend on how many there are: read again.
-        num_experts = -(-(state.largest_id + 1) // target.ep_size) * target.ep_size
+        num_experts = _experts(seen, state.largest_id, target)
     pieces = maker.finish()
     return _Joiner(seen, target, maker, state, log).sample(pieces)
+
+
+def _experts(seen: Survey, largest_id: int, target: Target) -> int:
+    """Experts of a layer where the user does not say. Ids that never occurred may be missing at the end; counts
+    have one entry for each."""
+    seen_experts = largest_id + 1
+    return -(-seen_experts // target.ep_size) * target.ep_size if seen.has_tokens else seen_experts
 
 
 def _maker(seen: Survey, target: Target, num_experts: int, log: ProblemLog) -> PieceMaker:
@@ -136,6 +143,11 @@ class _Joiner:
             batches, source = self._assembled(pieces), "assembled"
         if not self.top_k:
             raise ConfigError("--top-k is needed: the counts do not say how many experts a token has")
+        if target.num_experts is None and self.state.largest_id + 1 < maker.num_experts:
+            self.notes.append(
+                f"the largest expert id is {self.state.largest_id}: taken as {maker.num_experts} experts, the next multiple of "
+                "ep_size; say --experts if that is wrong"
+            )
         steps, rows, pairs = [], [], []
         load_LE = np.zeros((len(self.seen.layers), maker.num_experts), dtype=np.int64)
         tokens, measured = 0, True
@@ -153,6 +165,8 @@ class _Joiner:
             pairs.append(known)
         if not steps:
             raise TuneError(f"no complete step is left of the trace: {self.log.summary() or 'it is too short for the target'}")
+        if tokens == 0:
+            raise TuneError("no step of the trace has any token")
         merged = _merge_steps(np.array(steps), np.concatenate(rows), np.concatenate(pairs), source == "assembled")
         if not measured:
             self.notes.append("pair_rows: counts do not say which tokens went where; the value is an upper bound if no slot is empty")

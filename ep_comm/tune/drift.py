@@ -15,6 +15,8 @@ __all__ = ["Drift", "find_drift", "level_noise"]
 _LEAST_STEPS = 64
 _CHANCE = 1e-3
 _BLOCKS = 8
+# Standard error of the difference between a block and the line through the seven after it, in those of a block.
+_EXTRAPOLATED = math.sqrt(1 + 1 / 7 + 16 / 28)
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,38 @@ def _beginning_to_drop(logs_SJ: np.ndarray) -> int:
     """Steps at the beginning that are unlike the rest; 0 where there are none."""
     length = len(logs_SJ) // _BLOCKS
     blocks = logs_SJ[-length * _BLOCKS :].reshape(_BLOCKS, length, -1)
-    spread = np.log(np.maximum(blocks.std(1), 1e-6))
-    for figures_BJ in (blocks.mean(1), spread):
-        rest = figures_BJ[1:]
-        error_J = rest.std(0, ddof=1) * np.sqrt(1 + 1 / len(rest))
-        if _significant(figures_BJ[0] - rest.mean(0), error_J, len(rest) - 1):
-            return len(logs_SJ) - length * (_BLOCKS - 1)
-    half = _BLOCKS // 2
     means = blocks.mean(1)
+    beginning = len(logs_SJ) - length * (_BLOCKS - 1)
+    # A steady trend is no reason to drop anything: the first block is held against the line through the others.
+    difference_J = means[0] - _line_at_zero(means[1:])
+    if _significant(difference_J, _block_error(blocks) * _EXTRAPOLATED, 4 * _BLOCKS):
+        return beginning
+    spread = np.log(np.maximum(np.quantile(blocks, 0.9, axis=1) - np.quantile(blocks, 0.1, axis=1), 1e-6))
+    error_J = spread[1:].std(0, ddof=1) * math.sqrt(1 + 1 / (_BLOCKS - 1))
+    if _significant(spread[0] - spread[1:].mean(0), error_J, _BLOCKS - 2):
+        return beginning
+    half = _BLOCKS // 2
     error_J = np.sqrt((means[:half].var(0, ddof=1) + means[half:].var(0, ddof=1)) / half)
     if _significant(means[half:].mean(0) - means[:half].mean(0), error_J, _BLOCKS - 2):
         return len(logs_SJ) // 2
     return 0
+
+
+def _line_at_zero(means_BJ: np.ndarray) -> np.ndarray:
+    """Value at block 0 of the line through blocks 1, 2, ...: median of slopes (Theil 1950), median of intercepts."""
+    at = np.arange(1, len(means_BJ) + 1)
+    first, second = np.triu_indices(len(at), 1)
+    slope_J = np.median((means_BJ[second] - means_BJ[first]) / (at[second] - at[first])[:, None], axis=0)
+    return np.median(means_BJ - slope_J * at[:, None], axis=0)
+
+
+def _block_error(blocks_BSJ: np.ndarray) -> np.ndarray:
+    """Standard error of a block's mean, from what varies within blocks; the typical block's."""
+    length, columns = blocks_BSJ.shape[1:]
+    residual = blocks_BSJ - blocks_BSJ.mean(1, keepdims=True)
+    series = residual.reshape(-1, columns)
+    lengths = np.array([correlation_length(column) for column in series.T])
+    return np.sqrt(np.median(residual.var(1), axis=0) * lengths / length)
 
 
 def _significant(difference_J: np.ndarray, error_J: np.ndarray, freedom: int) -> bool:

@@ -56,7 +56,7 @@ def forecast(
     start_SJ = columns.values_SJ[: len(columns.values_SJ) - model.num_steps][:steps] if from_start else columns.values_SJ[:0]
     rest = steps - len(start_SJ)
     length = min(rest, _MAX_STEPS)
-    noise = level_noise(columns.values_SJ[-model.num_steps :], length)
+    noise = level_noise(model.demand_SJ, length)
     rng = np.random.default_rng(seed + 2)
     levels = np.exp(noise * rng.standard_normal(len(risk.draws)))
     start = replay_steps(start_SJ, budgets_J, columns.limit_J, columns.unit_J, headroom)

@@ -27,7 +27,7 @@ _DRAWS = 200
 _LATEST = 20_000
 _FLOOR = 1e-9
 # Widening of the bootstrap's quantiles, from the coverage on the laws of tests/tune/test_coverage.py.
-_WIDENING = 1.3
+_WIDENING = 1.5
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RiskModel:
         jitter = columns.unit_J * rng.random((len(values), len(columns.unit_J)))
         self.demand_SJ = self.drift.recentre(np.maximum(values - jitter, 1e-6))
         self.correlation = self._correlation()
-        block = int(np.ceil(2 * self.correlation)) if self.correlation > 1.5 else 1
+        block = int(np.ceil(3 * self.correlation)) if self.correlation > 1.5 else 1
         self.block = min(block, max(1, len(self.demand_SJ) // 4))
         self._weights_DX = block_weights(len(self.demand_SJ), self.block, draws, rng)
         self._seed = seed
@@ -199,7 +199,10 @@ class RiskModel:
             # The sample's own fit is uncertain as well, so its shape is drawn.
             spread = fit_tail(utilisation, self._weights_DX[[0, 0]], share=share, draw_shapes=rng).exceedance(1.0)[1]
             drawn.append(of_draw), plain.append(own), blurred.append(spread)
-        logs = [np.log(np.maximum(np.array(each), _FLOOR)) for each in (plain, blurred, drawn)]
+        # Any layer's own risk is a lower bound of the risk of all. By construction every draw's budgets have the
+        # layers' risks of the choice, up to rounding, so a fit that says much less says nothing.
+        least = max(_FLOOR, float(marginal_J[able_J].max()) / 8)
+        logs = [np.log(np.maximum(np.array(each), floor)) for each, floor in ((plain, _FLOOR), (blurred, _FLOOR), (drawn, least))]
         middle = float(np.median(logs[0] - logs[2]))
         return middle + self._widening() * (logs[0] - logs[2] - middle) + (logs[1] - logs[0]), middle
 
@@ -207,7 +210,7 @@ class RiskModel:
         """Student's factor for the number of independent blocks, times a constant found by calibration."""
         from .optional import scipy_stats
 
-        blocks = max(5.0, self.num_steps / (2 * self.correlation))
+        blocks = max(5.0, self.num_steps / (3 * self.correlation))
         return _WIDENING * float(scipy_stats().t.ppf(0.975, blocks - 1)) / 1.96
 
     def _correlation(self) -> float:

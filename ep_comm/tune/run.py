@@ -136,25 +136,28 @@ def tune(request: TuneRequest, progress: Callable[[int], None] = lambda _: None)
         ConfigError: an option is out of range, or no budget satisfies the limits.
         TuneError: the trace cannot be used.
     """
+    target = request.target
     files = find_files(request.paths, request.columns)
     log = ProblemLog(request.keep)
-    state = Reading(log, request.target.num_experts, request.columns, progress=progress)
+    state = Reading(log, target.num_experts, request.columns, progress=progress)
     corpora = files.corpora(state)
     seen: Survey | None = None
     if corpora is not None:
         sample = sample_from_corpora(
-            corpora, request.target, request.document_tokens, request.concentration, request.seed
+            corpora, target, request.document_tokens, request.concentration, request.seed
         )
     else:
         readings: list[Reading] = []
 
         def reading(to: ProblemLog) -> Reading:
             follow = progress if to is log else (lambda _: None)
-            readings.append(Reading(to, request.target.num_experts, request.columns, progress=follow))
+            readings.append(
+                Reading(to, target.num_experts, request.columns, progress=follow, top_k=target.top_k)
+            )
             return readings[-1]
 
         seen = survey(files, reading)
-        sample = assemble(files, seen, request.target, reading, log)
+        sample = assemble(files, seen, target, reading, log)
         state = readings[-1]
     return _answer(request, files, seen, state, log, sample)
 

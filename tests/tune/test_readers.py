@@ -54,8 +54,8 @@ def read(path: Path, log: ProblemLog | None = None, columns: dict[str, str] | No
     log = log if log is not None else ProblemLog()
     goal = Target(**{"ep_size": RANKS, **target})
     given = columns or {}
-    seen = survey(files, lambda to: Reading(to, goal.num_experts, given))
-    return assemble(files, seen, goal, lambda to: Reading(to, goal.num_experts, given), log)
+    seen = survey(files, lambda to: Reading(to, goal.num_experts, given, top_k=goal.top_k))
+    return assemble(files, seen, goal, lambda to: Reading(to, goal.num_experts, given, top_k=goal.top_k), log)
 
 
 def renumbered(ids_TK: np.ndarray, owners: np.ndarray | None) -> np.ndarray:

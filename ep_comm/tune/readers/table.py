@@ -110,7 +110,10 @@ def read_csv_file(file: Path, reading: Reading) -> Iterator[Record]:
     first = next(lines, None)
     if first is None:
         return
-    header = _Header.read(_cells(first[1]), reading, file)
+    try:
+        header = _Header.read(_cells(first[1]), reading, file)
+    except _RowError as error:
+        raise TuneError(f"{file}, line 1: {error}") from None
     reading.has_steps = reading.has_steps and header.step is not None
     batches = _Batches(file, reading)
     for chunk in _chunks(lines):
