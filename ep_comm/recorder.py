@@ -94,7 +94,7 @@ class RoutingRecorder:
         self._first_step = self._next_step = 0
         self._filled: list[int] = []
         try:
-            self._file: IO[str] | None = open(self.path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+            self._file: IO[str] | None = open(self.path, "a" if append else "w", encoding="utf-8")
         except OSError as error:
             raise EPError(f"rank {rank}: cannot write the recording {self.path}: {error.strerror}") from error
 
@@ -153,7 +153,7 @@ class RoutingRecorder:
         counts = [ring.counts[:kept].tolist() for ring in self._rings]
         try:
             for slot, step in enumerate(self._filled):
-                for ring, of_ring in zip(self._rings, counts):
+                for ring, of_ring in zip(self._rings, counts, strict=True):
                     self._write(ring, step, of_ring[slot])
             self._file.flush()
         except OSError as error:

@@ -82,7 +82,9 @@ def test_replayed_steps_count_once(tmp_path: Path) -> None:
     recorded = []
     for mode in ("eager", "static"):
         torch.manual_seed(0)
-        changes: dict[str, Any] = {"mode": mode} if mode == "eager" else {"mode": mode, "budget_rows": 1, "alignment": 1}
+        changes: dict[str, Any] = (
+            {"mode": mode} if mode == "eager" else {"mode": mode, "budget_rows": 1, "alignment": 1}
+        )
         model = Model(config(**changes))
         found = [v for module in model.modules() for v in vars(module).values() if isinstance(v, Dispatcher)]
         path = tmp_path / f"{mode}.jsonl"

@@ -30,32 +30,58 @@ OptFloat = Optional[float]  # noqa: UP045
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Files, folders, or the name that rank files share.")],
     ep_size: Annotated[list[int], _option("--ep-size", "Ranks of an EP group; may be given several times.", _TARGET)],
-    tokens_per_rank: Annotated[OptInt, _option("--tokens-per-rank", "Tokens a rank dispatches at once [default: the trace's].", _TARGET)] = None,
+    tokens_per_rank: Annotated[
+        OptInt, _option("--tokens-per-rank", "Tokens a rank dispatches at once [default: the trace's].", _TARGET)
+    ] = None,
     hidden: Annotated[int, _option("--hidden", "Elements of a token row.", _TARGET)] = 4096,
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _TARGET)] = 16,
     dtype: Annotated[str, _option("--dtype", "Of the rows: bf16, fp16 or fp32.", _TARGET)] = "bf16",
-    placement: Annotated[str, _option("--placement", "contiguous, round-robin, or a JSON file with the rank of each expert.", _TARGET)] = "contiguous",
+    placement: Annotated[
+        str, _option("--placement", "contiguous, round-robin, or a JSON file with the rank of each expert.", _TARGET)
+    ] = "contiguous",
     steps: Annotated[int, _option("--steps", "Steps of a run.", _TARGET)] = 10_000,
     experts: Annotated[OptInt, _option("--experts", "Experts of a layer [default: from the trace].", _TARGET)] = None,
     top_k: Annotated[OptInt, _option("--top-k", "Experts a token, where the trace holds only counts.", _TARGET)] = None,
-    transport: Annotated[str, _option("--transport", "auto or collective tune pair_rows too; symmetric has none.", _TARGET)] = "auto",
-    max_memory: Annotated[OptFloat, _option("--max-memory", "GiB a rank for the buffers of all layers.", _LIMITS)] = None,
-    replays_per_1000: Annotated[OptFloat, _option("--replays-per-1000", "Most replays in a thousand steps.", _LIMITS)] = None,
+    transport: Annotated[
+        str, _option("--transport", "auto or collective tune pair_rows too; symmetric has none.", _TARGET)
+    ] = "auto",
+    max_memory: Annotated[
+        OptFloat, _option("--max-memory", "GiB a rank for the buffers of all layers.", _LIMITS)
+    ] = None,
+    replays_per_1000: Annotated[
+        OptFloat, _option("--replays-per-1000", "Most replays in a thousand steps.", _LIMITS)
+    ] = None,
     step_ms: Annotated[float, _option("--step-ms", "Time of a training step.", _LIMITS)] = 1000.0,
     replay_ms: Annotated[OptFloat, _option("--replay-ms", "What a replay adds [default: --step-ms].", _LIMITS)] = None,
-    memory_gbps: Annotated[float, _option("--memory-gbps", "Memory bandwidth in GB/s: what padding rows cost.", _LIMITS)] = 3000.0,
-    link_gbps: Annotated[float, _option("--link-gbps", "Bandwidth between ranks in GB/s: what unused pair rows cost.", _LIMITS)] = 50.0,
+    memory_gbps: Annotated[
+        float, _option("--memory-gbps", "Memory bandwidth in GB/s: what padding rows cost.", _LIMITS)
+    ] = 3000.0,
+    link_gbps: Annotated[
+        float, _option("--link-gbps", "Bandwidth between ranks in GB/s: what unused pair rows cost.", _LIMITS)
+    ] = 50.0,
     headroom: Annotated[float, _option("--headroom", "Of StepRunner, for forecasts with growth.", _LIMITS)] = 0.1,
-    keep: Annotated[list[str], _option("--keep", "Use data with this problem all the same; see ep-comm trace.", _TRACE)] = [],  # noqa: B006
+    keep: Annotated[
+        list[str], _option("--keep", "Use data with this problem all the same; see ep-comm trace.", _TRACE)
+    ] = [],  # noqa: B006
     column: Annotated[list[str], _option("--column", "Another name of a field, OURS=THEIRS.", _TRACE)] = [],  # noqa: B006
-    document_tokens: Annotated[int, _option("--document-tokens", "Tokens of a document, for counts of whole corpora.", _MODEL)] = 2048,
-    concentration: Annotated[OptFloat, _option("--concentration", "How alike documents of a corpus are [default: estimated].", _MODEL)] = None,
-    holdout_share: Annotated[float, _option("--fit-share", "Part of the steps that the hold-out check fits.", _MODEL)] = 0.5,
+    document_tokens: Annotated[
+        int, _option("--document-tokens", "Tokens of a document, for counts of whole corpora.", _MODEL)
+    ] = 2048,
+    concentration: Annotated[
+        OptFloat, _option("--concentration", "How alike documents of a corpus are [default: estimated].", _MODEL)
+    ] = None,
+    holdout_share: Annotated[
+        float, _option("--fit-share", "Part of the steps that the hold-out check fits.", _MODEL)
+    ] = 0.5,
     seed: Annotated[int, _option("--seed", "Of bootstrap and simulation.", _MODEL)] = 0,
-    budget: Annotated[OptPath, _option("--budget", "Write the budgets here, for ep-comm train --budget and EPConfig.", _OUTPUT)] = None,
+    budget: Annotated[
+        OptPath, _option("--budget", "Write the budgets here, for ep-comm train --budget and EPConfig.", _OUTPUT)
+    ] = None,
     html: Annotated[OptPath, _option("--html", "Write a report with plots here.", _OUTPUT)] = None,
-    json: Annotated[OptPath, _option("--json", "Write the whole answer for programs; - is standard output.", _OUTPUT)] = None,
-) -> int:  # fmt: skip
+    json: Annotated[
+        OptPath, _option("--json", "Write the whole answer for programs; - is standard output.", _OUTPUT)
+    ] = None,
+) -> int:
     """Recommend the receive budget of every layer from routing traces, with its risk.
 
     Reads router traces (JSON lines, one file a rank), token tables (CSV, JSON lines) and counts (JSON, .npz).

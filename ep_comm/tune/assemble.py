@@ -67,7 +67,9 @@ def survey(files: TraceFiles, reading: Callable[[ProblemLog], Reading]) -> Surve
             tokens = max(tokens, record.num_tokens)
             has_tokens = has_tokens and record.idx_TK is not None
     if not layers:
-        raise TuneError(f"no valid record in {', '.join(str(path) for path, _ in files.files[:3])}: {state.log.summary()}")
+        raise TuneError(
+            f"no valid record in {', '.join(str(path) for path, _ in files.files[:3])}: {state.log.summary()}"
+        )
     if ALL_RANKS in ranks and len(ranks) > 1:
         raise ConfigError("counts summed over ranks cannot be mixed with records of single ranks")
     return Survey(sorted(layers), ranks, tokens, state.largest_id, state.top_k or 0, state.has_steps, has_tokens)
@@ -145,8 +147,8 @@ class _Joiner:
             raise ConfigError("--top-k is needed: the counts do not say how many experts a token has")
         if target.num_experts is None and self.state.largest_id + 1 < maker.num_experts:
             self.notes.append(
-                f"the largest expert id is {self.state.largest_id}: taken as {maker.num_experts} experts, the next multiple of "
-                "ep_size; say --experts if that is wrong"
+                f"the largest expert id is {self.state.largest_id}: taken as {maker.num_experts} experts, the next "
+                "multiple of ep_size; say --experts if that is wrong"
             )
         steps, rows, pairs = [], [], []
         load_LE = np.zeros((len(self.seen.layers), maker.num_experts), dtype=np.int64)
@@ -164,17 +166,33 @@ class _Joiner:
                 known = np.where(known < 0, self._pair_bound(chunk, summed), known)
             pairs.append(known)
         if not steps:
-            raise TuneError(f"no complete step is left of the trace: {self.log.summary() or 'it is too short for the target'}")
+            raise TuneError(
+                f"no complete step is left of the trace: {self.log.summary() or 'it is too short for the target'}"
+            )
         if tokens == 0:
             raise TuneError("no step of the trace has any token")
         merged = _merge_steps(np.array(steps), np.concatenate(rows), np.concatenate(pairs), source == "assembled")
         if not measured:
-            self.notes.append("pair_rows: counts do not say which tokens went where; the value is an upper bound if no slot is empty")
-        load_LP = np.stack([np.bincount(o, c, target.ep_size) for o, c in zip(maker.placement.owner_LE, load_LE)])
+            self.notes.append(
+                "pair_rows: counts do not say which tokens went where; the value is an upper bound if no slot is empty"
+            )
+        load_LP = np.stack(
+            [np.bincount(o, c, target.ep_size) for o, c in zip(maker.placement.owner_LE, load_LE, strict=True)]
+        )
         return Sample(
-            [str(layer) for layer in self.seen.layers], *merged, measured, target.ep_size, maker.num_experts, self.top_k,
-            target.alignment, tokens, load_LE, load_LP.astype(np.int64), source, self.notes,
-        )  # fmt: skip
+            [str(layer) for layer in self.seen.layers],
+            *merged,
+            measured,
+            target.ep_size,
+            maker.num_experts,
+            self.top_k,
+            target.alignment,
+            tokens,
+            load_LE,
+            load_LP.astype(np.int64),
+            source,
+            self.notes,
+        )
 
     def _summed(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
         """Counts summed over ranks: a step is a batch; larger targets take several steps."""
@@ -186,8 +204,9 @@ class _Joiner:
             each = round(wanted / max(mean, 1.0))
             if each < 1 or abs(wanted / max(mean, 1.0) - each) > 0.02 * each:
                 raise ConfigError(
-                    f"--tokens-per-rank {self.target.tokens_per_rank} on {self.target.ep_size} ranks is {wanted} (token, "
-                    f"slot) pairs, a step of the trace has {mean:.0f}: counts cannot be cut, only whole steps be joined"
+                    f"--tokens-per-rank {self.target.tokens_per_rank} on {self.target.ep_size} ranks is {wanted} "
+                    f"(token, slot) pairs, a step of the trace has {mean:.0f}: counts cannot be cut, only whole "
+                    "steps be joined"
                 )
         if each > 1:
             self.notes.append(f"batches were assembled: {each} steps of the trace make one of the target's")
@@ -201,7 +220,8 @@ class _Joiner:
         groups = len(place) // ep_size
         if groups > 1:
             self.notes.append(
-                f"the trace's {len(place)} ranks are {groups} groups of {ep_size}; a step replays if any of them overflows"
+                f"the trace's {len(place)} ranks are {groups} groups of {ep_size}; a step replays if any of them "
+                "overflows"
             )
         pieces = sorted(pieces, key=lambda piece: (piece.step, piece.dispatch, piece.rank))
         for (step, _), members in groupby(pieces, key=lambda piece: (piece.step, piece.dispatch)):
@@ -237,7 +257,9 @@ class _Joiner:
             of_piece = []
             for piece in batch:
                 owners = self.maker.placement.owner_LE
-                to_rank = [np.bincount(o, c, self.target.ep_size).max() for o, c in zip(owners, piece.counts_LE)]
+                to_rank = [
+                    np.bincount(o, c, self.target.ep_size).max() for o, c in zip(owners, piece.counts_LE, strict=True)
+                ]
                 most = -(-piece.num_tokens // self.target.ep_size) if summed else piece.num_tokens
                 of_piece.append(np.minimum(np.array(to_rank), most))
             bounds.append(np.stack(of_piece).max(0))

@@ -100,7 +100,9 @@ class BudgetFile:
                     f"{name}={getattr(config, name)}: tune again for it"
                 )
         if ep_size is not None and ep_size != self.ep_size:
-            raise ConfigError(f"the budgets are for ep_size={self.ep_size}, there are {ep_size} ranks: tune again for it")
+            raise ConfigError(
+                f"the budgets are for ep_size={self.ep_size}, there are {ep_size} ranks: tune again for it"
+            )
         if not 0 <= layer < len(self.layers):
             raise ConfigError(f"the budgets are for {len(self.layers)} MoE layers, there is none for layer {layer}")
         choice = self.layers[layer]
@@ -120,7 +122,7 @@ class BudgetFile:
         if len(names) != len(self.layers):
             raise ConfigError(f"the budgets are for {len(self.layers)} MoE layers, names has {len(names)}")
         layers = {}
-        for name, choice in zip(names, self.layers):
+        for name, choice in zip(names, self.layers, strict=True):
             pairs = choice.pair_rows or self.max_tokens_per_rank
             layers[name] = {
                 "budget_rows": choice.budget_rows, "pair_rows": pairs, "start_rows": choice.budget_rows,

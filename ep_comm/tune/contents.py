@@ -72,7 +72,7 @@ def read_contents(
     if corpora is not None:
         contents.corpora = corpora.names
         contents.top_k = corpora.top_k
-        contents.load = dict(zip(corpora.layers, corpora.counts_CLE.sum(0)))
+        contents.load = dict(zip(corpora.layers, corpora.counts_CLE.sum(0), strict=True))
         contents.why_no_sample = "counts of whole corpora have no steps"
         return contents
     for record in files.records(state):
@@ -116,7 +116,9 @@ def print_contents(console: Console, contents: Contents) -> None:
     """Tables for the terminal."""
     size = contents.files.total_bytes
     formats = ", ".join(sorted({form for _, form in contents.files.files}))
-    console.print(f"\n[bold]ep-comm trace[/bold]: {len(contents.files.files)} file(s), {size / 2**20:.1f} MiB, {formats}")
+    console.print(
+        f"\n[bold]ep-comm trace[/bold]: {len(contents.files.files)} file(s), {size / 2**20:.1f} MiB, {formats}"
+    )
     if contents.corpora:
         console.print(f"counts of whole corpora: {', '.join(contents.corpora)}")
     else:
@@ -144,13 +146,27 @@ def _load_table(contents: Contents) -> Table:
     sample = contents.sample
     ranks = f" of {sample.ep_size}" if sample else ""
     table = Table(title="load, as a multiple of the mean")
-    for name in ("layer", "experts", "busiest expert", "idlest", "unused", f"busiest rank{ranks}", "rows a step: median", "99 %", "largest"):
+    for name in (
+        "layer",
+        "experts",
+        "busiest expert",
+        "idlest",
+        "unused",
+        f"busiest rank{ranks}",
+        "rows a step: median",
+        "99 %",
+        "largest",
+    ):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for layer, load in sorted(contents.load.items()):
         mean = max(float(load.mean()), 1e-9) if load.size else 1.0
         cells = [str(layer), str(load.size)]
         if load.size:
-            cells += [f"{load.max() / mean:.2f} (no. {int(load.argmax())})", f"{load.min() / mean:.2f}", str(int((load == 0).sum()))]
+            cells += [
+                f"{load.max() / mean:.2f} (no. {int(load.argmax())})",
+                f"{load.min() / mean:.2f}",
+                str(int((load == 0).sum())),
+            ]
         else:
             cells += ["-", "-", "-"]
         if sample is not None and str(layer) in sample.layers:
@@ -181,6 +197,6 @@ def contents_facts(contents: Contents) -> dict[str, Any]:
         "required_rows": None
         if sample is None
         else {name: sample.rows_SL[:, at].tolist() for at, name in enumerate(sample.layers)},
-        "rank_load": None if sample is None else dict(zip(sample.layers, sample.load_LP.tolist())),
+        "rank_load": None if sample is None else dict(zip(sample.layers, sample.load_LP.tolist(), strict=True)),
         "why_no_required_rows": contents.why_no_sample or None,
     }

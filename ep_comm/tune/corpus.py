@@ -63,28 +63,58 @@ def sample_from_corpora(
     rows, pairs = [], []
     load_LE = np.zeros(shares_CLE[0].shape, dtype=np.int64)
     for start in range(0, steps, _CHUNK):
-        counts, pair = _draw(min(_CHUNK, steps - start), shares_CLE, alpha, tokens, documents, top_k, placement.owner_LE, ranks, rng)
+        counts, pair = _draw(
+            min(_CHUNK, steps - start), shares_CLE, alpha, tokens, documents, top_k, placement.owner_LE, ranks, rng
+        )
         rows.append(busiest_rank_rows(counts, placement, target.alignment))
         pairs.append(pair)
         load_LE += counts.sum(0)
-    assumed = "given" if concentration else f"estimated between {len(corpora.names)} corpora" if len(corpora.names) > 1 else "assumed"
+    assumed = (
+        "given"
+        if concentration
+        else f"estimated between {len(corpora.names)} corpora"
+        if len(corpora.names) > 1
+        else "assumed"
+    )
     notes = [
-        f"a model, not a trace: {steps} simulated steps, documents of {document_tokens} tokens from {', '.join(corpora.names)} "
-        f"in equal parts, Dirichlet-multinomial counts with concentration {alpha:.0f} ({assumed})",
+        f"a model, not a trace: {steps} simulated steps, documents of {document_tokens} tokens from "
+        f"{', '.join(corpora.names)} in equal parts, Dirichlet-multinomial counts with concentration "
+        f"{alpha:.0f} ({assumed})",
         "intervals say how exact the simulation is, not whether the model holds; tune again with a trace",
         "pair_rows: estimated, taking the slots of a token as independent",
     ]
-    load_LP = np.stack([np.bincount(o, c, ranks) for o, c in zip(placement.owner_LE, load_LE)]).astype(np.int64)
+    load_LP = np.stack([np.bincount(o, c, ranks) for o, c in zip(placement.owner_LE, load_LE, strict=True)]).astype(
+        np.int64
+    )
     return Sample(
-        [str(layer) for layer in corpora.layers], np.arange(steps), np.concatenate(rows), np.concatenate(pairs), False, ranks,
-        num_experts, top_k, target.alignment, tokens, load_LE, load_LP, "model", notes,
-    )  # fmt: skip
+        [str(layer) for layer in corpora.layers],
+        np.arange(steps),
+        np.concatenate(rows),
+        np.concatenate(pairs),
+        False,
+        ranks,
+        num_experts,
+        top_k,
+        target.alignment,
+        tokens,
+        load_LE,
+        load_LP,
+        "model",
+        notes,
+    )
 
 
 def _draw(
-    steps: int, shares_CLE: np.ndarray, alpha: float, tokens: int, documents: int, top_k: int, owner_LE: np.ndarray,
-    ranks: int, rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    steps: int,
+    shares_CLE: np.ndarray,
+    alpha: float,
+    tokens: int,
+    documents: int,
+    top_k: int,
+    owner_LE: np.ndarray,
+    ranks: int,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
     """Counts ``[steps, L, E]`` and pair peaks ``[steps, L]``."""
     corpora, layers, experts = shares_CLE.shape
     size = np.full(documents, tokens // documents)

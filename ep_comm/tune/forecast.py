@@ -53,7 +53,9 @@ def forecast(
     the trace. Steps are drawn in blocks; the utilisation of those in the tail is drawn from the fit.
     """
     columns = model.columns
-    start_SJ = columns.values_SJ[: len(columns.values_SJ) - model.num_steps][:steps] if from_start else columns.values_SJ[:0]
+    start_SJ = (
+        columns.values_SJ[: len(columns.values_SJ) - model.num_steps][:steps] if from_start else columns.values_SJ[:0]
+    )
     rest = steps - len(start_SJ)
     length = min(rest, _MAX_STEPS)
     noise = level_noise(model.demand_SJ, length)
@@ -61,7 +63,7 @@ def forecast(
     levels = np.exp(noise * rng.standard_normal(len(risk.draws)))
     start = replay_steps(start_SJ, budgets_J, columns.limit_J, columns.unit_J, headroom)
     counts = []
-    for probability, level in zip(risk.draws, levels):
+    for probability, level in zip(risk.draws, levels, strict=True):
         demand = _overflowing(model, risk, budgets_J, probability, level, length, rng)
         run = replay_steps(demand, start.budgets_J, columns.limit_J, columns.unit_J, headroom)
         overflows = start.overflows + len(demand) * rest / max(length, 1)

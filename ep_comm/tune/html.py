@@ -16,9 +16,11 @@ from .run import TuneResult
 __all__ = ["write_html"]
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #1c2128; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2128; }
+body { max-width: 1150px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #d0d7de; }
-pre { font: 12px/1.35 ui-monospace, monospace; overflow-x: auto; background: #f6f8fa; padding: 1em; border-radius: 6px; }
+pre { font: 12px/1.35 ui-monospace, monospace; overflow-x: auto; }
+pre { background: #f6f8fa; padding: 1em; border-radius: 6px; }
 img { max-width: 100%; }
 """
 
@@ -32,7 +34,8 @@ def write_html(path: Path, results: list[TuneResult]) -> None:
     parts = [_section(result) for result in results]
     text = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>ep-comm tune</title>"
-        f"<style>{_STYLE}</style></head><body><h1>ep-comm tune: receive budgets and their risk</h1>{''.join(parts)}</body></html>\n"
+        f"<style>{_STYLE}</style></head><body>"
+        f"<h1>ep-comm tune: receive budgets and their risk</h1>{''.join(parts)}</body></html>\n"
     )
     try:
         path.write_text(text, encoding="utf-8")

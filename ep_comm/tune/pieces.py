@@ -119,9 +119,7 @@ class PieceMaker:
         at = self._index[record.layer]
         counts_E = token_counts(record.idx_TK, self.num_experts)
         pairs = pair_peak(record.idx_TK, self.placement.owner_LE[at], self.placement.ep_size)
-        return record._replace(
-            idx_TK=None, counts_E=counts_E, pair_tokens=pairs, pair_ep_size=self.placement.ep_size
-        )
+        return record._replace(idx_TK=None, counts_E=counts_E, pair_tokens=pairs, pair_ep_size=self.placement.ep_size)
 
     def _give_up(self, rank: int, step: int) -> None:
         for group in self._open[rank].pop(step):
@@ -150,7 +148,7 @@ class PieceMaker:
         for number, (last_step, piece) in enumerate(self._cut(rank)):
             counts_LE = np.stack([token_counts(ids_TK, self.num_experts) for ids_TK in piece])
             owners, ep_size = self.placement.owner_LE, self.placement.ep_size
-            pairs_L = [pair_peak(ids_TK, owner_E, ep_size) for ids_TK, owner_E in zip(piece, owners)]
+            pairs_L = [pair_peak(ids_TK, owner_E, ep_size) for ids_TK, owner_E in zip(piece, owners, strict=True)]
             self._append(last_step, number, rank, self.cut_tokens, counts_LE, pairs_L)
 
     def _cut(self, rank: int) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -159,7 +157,7 @@ class PieceMaker:
         total = sum(tokens.num_tokens for tokens in pending)
         if total < self.cut_tokens:
             return
-        joined = [np.concatenate(parts) for parts in zip(*(tokens.ids_LTK for tokens in pending))]
+        joined = [np.concatenate(parts) for parts in zip(*(tokens.ids_LTK for tokens in pending), strict=True)]
         step = pending[-1].step
         whole = total // self.cut_tokens * self.cut_tokens
         for start in range(0, whole, self.cut_tokens):
@@ -177,8 +175,8 @@ class PieceMaker:
         num_tokens = max(record.num_tokens for record in group.values())
         if self.cut_tokens is not None and num_tokens != self.cut_tokens:
             raise ConfigError(
-                f"step {step}, rank {rank} has {num_tokens} tokens, the target {self.cut_tokens} a rank: counts cannot be "
-                "cut or joined; give a trace with the tokens, or leave --tokens-per-rank out"
+                f"step {step}, rank {rank} has {num_tokens} tokens, the target {self.cut_tokens} a rank: counts cannot "
+                "be cut or joined; give a trace with the tokens, or leave --tokens-per-rank out"
             )
         self._append(step, dispatch, rank, num_tokens, counts_LE, pairs_L)
 

@@ -39,7 +39,9 @@ def plot_load(result: TuneResult) -> Figure:
     for axis, load, what in ((axes[0], sample.load_LE, "expert"), (axes[1], sample.load_LP, "rank")):
         relative = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
         top = max(1.05, float(relative.max()))
-        image = axis.imshow(relative, aspect="auto", cmap="RdBu_r", vmin=2 - top if top < 2 else 0, vmax=top, interpolation="nearest")
+        image = axis.imshow(
+            relative, aspect="auto", cmap="RdBu_r", vmin=2 - top if top < 2 else 0, vmax=top, interpolation="nearest"
+        )
         axis.set_xlabel(what)
         axis.set_title(f"load of each {what}, x mean", fontsize=10)
         _name_layers(axis, sample.layers)
@@ -67,7 +69,7 @@ def plot_demand(result: TuneResult) -> Figure:
     every = max(1, sample.num_steps // _MAX_POINTS)
     left_out = sample.num_steps - result.model.num_steps
     time = np.arange(sample.num_steps)
-    for axis, layer in zip(axes.flat, shown):
+    for axis, layer in zip(axes.flat, shown, strict=False):
         axis.plot(time[::every], sample.rows_SL[::every, layer], ".", ms=2, color=_BLUE, label="required rows")
         axis.axhline(budgets[layer], color=_RED, lw=1.4, label="budget")
         axis.axhline(sample.mean_load, color=_GREY, lw=1, ls="--", label="mean load")
@@ -101,8 +103,17 @@ def plot_frontier(result: TuneResult) -> Figure:
     interval = choice.risk.probability
     low, value, high = (max(1000 * each, floor) for each in (interval.low, interval.value, interval.high))
     memory = choice.chosen.memory_bytes / unit
-    axis.errorbar([memory], [value], yerr=[[value - low], [high - value]], fmt="o", color=_RED, capsize=4, label="recommended, 95 % interval", zorder=5)
-    for each, marker in zip(choice.alternatives, "s^D"):
+    axis.errorbar(
+        [memory],
+        [value],
+        yerr=[[value - low], [high - value]],
+        fmt="o",
+        color=_RED,
+        capsize=4,
+        label="recommended, 95 % interval",
+        zorder=5,
+    )
+    for each, marker in zip(choice.alternatives, "s^D", strict=True):
         axis.plot(place(each.point)[0], max(1000 * each.probability, floor), marker, color=_ORANGE, label=each.name)
     limit = result.request.replays_per_1000
     if limit:
@@ -113,7 +124,9 @@ def plot_frontier(result: TuneResult) -> Figure:
     axis.set_xlabel(f"memory of the buffers, {name} a rank")
     axis.set_ylabel("replays in 1,000 steps")
     axis.grid(alpha=0.25)
-    axis.text(0.01, 0.02, f"values below {floor:g} are drawn at {floor:g}", transform=axis.transAxes, fontsize=7, color=_GREY)
+    axis.text(
+        0.01, 0.02, f"values below {floor:g} are drawn at {floor:g}", transform=axis.transAxes, fontsize=7, color=_GREY
+    )
     axis.legend(fontsize=8)
     figure.tight_layout()
     return figure
@@ -132,14 +145,22 @@ def plot_tail(result: TuneResult) -> Figure | None:
     grid = np.linspace(risk.tail.threshold, max(1.0, used[-1]) * 1.06, 160)
     axis.plot(grid, [risk.tail.exceedance(x)[0] for x in grid], color=_ORANGE, label="generalised Pareto fit")
     low, high = model.tail_band(budgets, grid)
-    axis.fill_between(grid, np.maximum(low, 1e-12), high, color=_ORANGE, alpha=0.2, label="fit, 95 % bootstrap interval")
+    axis.fill_between(
+        grid, np.maximum(low, 1e-12), high, color=_ORANGE, alpha=0.2, label="fit, 95 % bootstrap interval"
+    )
     interval = risk.probability
     floor = 10.0 ** math.floor(math.log10(max(min(1 / used.size, interval.value or 1) / 10, 1e-7)))
     bottom = max(interval.low, floor)
     axis.errorbar(
-        [1.0], [max(interval.value, floor)], yerr=[[max(interval.value, floor) - bottom], [max(interval.high, floor) - max(interval.value, floor)]],
-        fmt="o", color=_RED, capsize=4, label="replay probability, corrected for the choice", zorder=5,
-    )  # fmt: skip
+        [1.0],
+        [max(interval.value, floor)],
+        yerr=[[max(interval.value, floor) - bottom], [max(interval.high, floor) - max(interval.value, floor)]],
+        fmt="o",
+        color=_RED,
+        capsize=4,
+        label="replay probability, corrected for the choice",
+        zorder=5,
+    )
     axis.axvline(1.0, color=_RED, lw=1, ls="--")
     axis.set_yscale("log")
     axis.set_ylim(floor, 1.2)

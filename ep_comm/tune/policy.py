@@ -39,7 +39,7 @@ def replay_steps(
         unit_J: multiples of which budgets are.
         headroom: of the runner, 0.1 = 10 %.
     """
-    limits = [Limit(int(b), int(c), int(u)) for b, c, u in zip(budgets_J, limit_J, unit_J)]
+    limits = [Limit(int(b), int(c), int(u)) for b, c, u in zip(budgets_J, limit_J, unit_J, strict=True)]
     # Budgets never shrink, so a step that fits the first ones fits always.
     suspects = np.flatnonzero((demand_SJ > budgets_J).any(1))
     now = np.array(budgets_J, dtype=np.int64)

@@ -31,7 +31,9 @@ KINDS: dict[str, _Kind] = {
     "mixed-top-k": _Kind("another top-k than the trace's first record", "the record is used as it is"),
     "other-stage": _Kind("another stage than the trace's first record", None),
     "stray": _Kind("a layer or rank that the first steps of the trace do not have", None),
-    "duplicate": _Kind("step, layer and rank occurred before", "each is a further dispatch of the step (micro-batches)"),
+    "duplicate": _Kind(
+        "step, layer and rank occurred before", "each is a further dispatch of the step (micro-batches)"
+    ),
     "identical-rows": _Kind("a long run of identical rows (warm-up or padding tokens)", "the tokens are used"),
     "missing-layer": _Kind("step without some of the layers", "the missing layers need nothing in that step"),
     "missing-rank": _Kind("step without some of the ranks", "the missing ranks send nothing in that step"),

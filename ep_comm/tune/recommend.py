@@ -127,7 +127,9 @@ def recommend(
     fits = [point for point in frontier if max_memory is None or point.memory_bytes <= max_memory]
     if not fits:
         least = min(point.memory_bytes for point in frontier)
-        raise ConfigError(f"--max-memory {max_memory / 2**30:.2f} GiB: the smallest budgets take {least / 2**30:.2f} GiB")
+        raise ConfigError(
+            f"--max-memory {max_memory / 2**30:.2f} GiB: the smallest budgets take {least / 2**30:.2f} GiB"
+        )
     allowed = np.inf if replays_per_1000 is None else replays_per_1000 / 1000
     # The quick estimate flatters the choice it made, so the corrected one decides.
     for point in sorted((p for p in fits if p.probability <= allowed), key=lambda point: point.cost_ms):

@@ -18,8 +18,9 @@ def print_result(console: Console, result: TuneResult) -> None:
     """The whole answer for one target."""
     sample, target, choice = result.sample, result.request.target, result.recommendation
     console.print(
-        f"\n[bold]ep-comm tune[/bold]: {sample.ep_size} ranks x {sample.tokens_per_rank:,} tokens, {sample.num_experts} experts "
-        f"top-{sample.top_k}, {len(sample.layers)} MoE layers, alignment {sample.alignment}, {target.placement} placement"
+        f"\n[bold]ep-comm tune[/bold]: {sample.ep_size} ranks x {sample.tokens_per_rank:,} tokens, "
+        f"{sample.num_experts} experts top-{sample.top_k}, {len(sample.layers)} MoE layers, "
+        f"alignment {sample.alignment}, {target.placement} placement"
     )
     read = f"{result.pairs_read:,} (token, layer) records, " if result.pairs_read else ""
     console.print(f"trace: {len(result.files.files)} file(s), {read}{sample.num_steps:,} steps of the target")
@@ -34,15 +35,19 @@ def print_result(console: Console, result: TuneResult) -> None:
     console.print(
         f"replays: {per_1000(choice.risk.probability)} in 1,000 steps (95 % interval) while budgets stay as they are; "
         f"with budgets growing, {_count(run.replays)} in a run of {run.steps:,} steps"
-        + (f", {run.start_replays} of them in its first {run.start_steps} if it starts as the trace did" if run.start_steps else "")
+        + (
+            f", {run.start_replays} of them in its first {run.start_steps} if it starts as the trace did"
+            if run.start_steps
+            else ""
+        )
     )
     console.print(
-        f"memory: {_gib(choice.chosen.memory_bytes)} for rows and their gradients in {target.dtype}, hidden {target.hidden_size}"
-        + (", and the exchange" if result.request.pairs else "")
+        f"memory: {_gib(choice.chosen.memory_bytes)} for rows and their gradients in {target.dtype}, "
+        f"hidden {target.hidden_size}" + (", and the exchange" if result.request.pairs else "")
     )
     console.print(
-        f"cost: {choice.chosen.cost_ms:.3g} ms a step expected (padding + replays), assuming a replay costs {costs.replay:g} ms, "
-        f"{costs.memory_gbps:g} GB/s memory, {costs.link_gbps:g} GB/s link"
+        f"cost: {choice.chosen.cost_ms:.3g} ms a step expected (padding + replays), assuming a replay costs "
+        f"{costs.replay:g} ms, {costs.memory_gbps:g} GB/s memory, {costs.link_gbps:g} GB/s link"
     )
     console.print(_alternatives_table(result))
     _print_hold_out(console, result)
@@ -82,7 +87,16 @@ def _layer_table(result: TuneResult) -> Table:
     sample, budgets = result.sample, result.recommendation.chosen.budgets_J
     layers = len(sample.layers)
     table = Table(title="recommended budgets")
-    for name in ("layer", "mean rows", "largest seen", "budget rows", "x mean load", "pair rows", "overflows in 1,000 steps", "memory"):
+    for name in (
+        "layer",
+        "mean rows",
+        "largest seen",
+        "budget rows",
+        "x mean load",
+        "pair rows",
+        "overflows in 1,000 steps",
+        "memory",
+    ):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for at, name in enumerate(sample.layers):
         rows = int(budgets[at])
@@ -128,7 +142,8 @@ def _print_hold_out(console: Console, result: TuneResult) -> None:
         f"hold-out: fitted on the first {check.fitted:,} steps, checked on the next {check.checked:,}: "
         f"overflows predicted {_count(check.predicted.overflows)}, observed {check.observed.overflows}; "
         f"replays with growth predicted {_count(check.predicted.replays)}, observed {check.observed.replays}; "
-        f"rows at the end predicted {_count(check.predicted.final_rows)}, observed {check.observed_rows:,}: {verdict} the intervals"
+        f"rows at the end predicted {_count(check.predicted.final_rows)}, observed {check.observed_rows:,}: "
+        f"{verdict} the intervals"
     )
 
 

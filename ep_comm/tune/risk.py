@@ -124,23 +124,30 @@ class RiskModel:
         if not able.any():
             return 0.0
         utilisation = self.utilisation(np.where(able, budgets_J, np.inf))
-        return float(fit_tail(utilisation, share=tail_share(utilisation)).exceedance(1.0)[0])
+        joint = fit_tail(utilisation, share=tail_share(utilisation)).risk(1.0)
+        return max(joint, self._largest_of_layers(budgets_J, able))
+
+    def _largest_of_layers(self, budgets_J: np.ndarray, able_J: np.ndarray) -> float:
+        """The risk of the layer that overflows most often: all together cannot overflow less."""
+        return max(tail.risk(float(b)) for tail, b, able in zip(self.tails, budgets_J, able_J, strict=True) if able)
 
     def risk(self, budgets_J: np.ndarray) -> ReplayRisk:
         """Probability of a replay with its interval."""
         budgets_J = np.asarray(budgets_J, dtype=float)
         # Budgets were rounded up to units: on average half a unit less was wanted.
         wanted_J = budgets_J - self.columns.unit_J / 2
-        marginal_J = np.array([tail.exceedance(wanted)[0] for tail, wanted in zip(self.tails, wanted_J)])
+        marginal_J = np.array([tail.risk(float(wanted)) for tail, wanted in zip(self.tails, wanted_J, strict=True)])
         able = (budgets_J < self.columns.limit_J) & (marginal_J > 0)
         if not able.any():
-            bound = min(1.0, 3.0 * self.correlation / self.num_steps) if (budgets_J < self.columns.limit_J).any() else 0.0
+            bound = (
+                min(1.0, 3.0 * self.correlation / self.num_steps) if (budgets_J < self.columns.limit_J).any() else 0.0
+            )
             zeros = np.zeros(len(self._weights_DX) - 1)
             return ReplayRisk(Interval(0.0, 0.0, bound), zeros, None, 0.0)
         utilisation = (self.demand_SJ[:, able] / budgets_J[able]).max(1)
         share = tail_share(utilisation)
         tail = fit_tail(utilisation, share=share)
-        plain = float(tail.exceedance(1.0)[0])
+        plain = max(tail.risk(1.0), self._largest_of_layers(budgets_J, able))
         observed = float((utilisation > 1).mean())
         ratios, middle = self._log_ratios(able, marginal_J, share)
         draws = np.maximum(plain, _FLOOR) * np.exp(ratios)
@@ -160,8 +167,8 @@ class RiskModel:
         if error == 0:
             return np.ones(count)
         levels = np.exp(error * np.random.default_rng(self._seed + 5).standard_normal(count))
-        at = np.array([tail.exceedance(1.0 / level)[0] for level in levels])
-        return np.maximum(at, _FLOOR) / max(float(tail.exceedance(1.0)[0]), _FLOOR)
+        at = np.array([tail.risk(1.0 / level) for level in levels])
+        return np.maximum(at, _FLOOR) / max(tail.risk(1.0), _FLOOR)
 
     def _most(self, observed: float, columns: int) -> float:
         """A bound that needs no fit: what the number of overflows in the sample allows (Clopper and Pearson 1934).
@@ -187,7 +194,9 @@ class RiskModel:
     def _log_ratios(self, able_J: np.ndarray, marginal_J: np.ndarray, share: float) -> tuple[np.ndarray, float]:
         """log(sample's risk / draw's risk) for the budgets that each draw would have chosen; their median."""
         rng = np.random.default_rng(self._seed + 1)
-        chosen = [tail.quantile_of_draws(p) for tail, p, able in zip(self.tails, marginal_J, able_J) if able]
+        chosen = [
+            tail.quantile_of_draws(p) for tail, p, able in zip(self.tails, marginal_J, able_J, strict=True) if able
+        ]
         unit = self.columns.unit_J[able_J]
         budgets_DJ = np.maximum(np.ceil(np.stack(chosen, axis=1) / unit), 1) * unit
         demand = self.demand_SJ[:, able_J]
@@ -202,7 +211,10 @@ class RiskModel:
         # Any layer's own risk is a lower bound of the risk of all. By construction every draw's budgets have the
         # layers' risks of the choice, up to rounding, so a fit that says much less says nothing.
         least = max(_FLOOR, float(marginal_J[able_J].max()) / 8)
-        logs = [np.log(np.maximum(np.array(each), floor)) for each, floor in ((plain, _FLOOR), (blurred, _FLOOR), (drawn, least))]
+        logs = [
+            np.log(np.maximum(np.array(each), floor))
+            for each, floor in ((plain, _FLOOR), (blurred, _FLOOR), (drawn, least))
+        ]
         middle = float(np.median(logs[0] - logs[2]))
         return middle + self._widening() * (logs[0] - logs[2] - middle) + (logs[1] - logs[0]), middle
 

@@ -63,9 +63,14 @@ class TuneRequest:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("headroom", 0.0, 10.0), ("share", 0.1, 0.9), ("document_tokens", 1, 2**28),
-            ("concentration", 1e-3, 1e9), ("max_memory", 1, 2**60), ("replays_per_1000", 0.0, 1000.0), ("seed", 0, 2**32),
-        ):  # fmt: skip
+            ("headroom", 0.0, 10.0),
+            ("share", 0.1, 0.9),
+            ("document_tokens", 1, 2**28),
+            ("concentration", 1e-3, 1e9),
+            ("max_memory", 1, 2**60),
+            ("replays_per_1000", 0.0, 1000.0),
+            ("seed", 0, 2**32),
+        ):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from {low} to {high:g}, got {value}")
@@ -116,8 +121,10 @@ class TuneResult:
             placement=self.request.target.placement,
             replays_per_1000=_rate(self.recommendation.risk.probability),
             layers=[
-                LayerChoice(name, int(budgets[at]), int(budgets[layers + at]) if self.request.pairs else None, _rate(risk))
-                for at, (name, risk) in enumerate(zip(sample.layers, self.layer_risks))
+                LayerChoice(
+                    name, int(budgets[at]), int(budgets[layers + at]) if self.request.pairs else None, _rate(risk)
+                )
+                for at, (name, risk) in enumerate(zip(sample.layers, self.layer_risks, strict=True))
             ],
         )
 
@@ -143,17 +150,13 @@ def tune(request: TuneRequest, progress: Callable[[int], None] = lambda _: None)
     corpora = files.corpora(state)
     seen: Survey | None = None
     if corpora is not None:
-        sample = sample_from_corpora(
-            corpora, target, request.document_tokens, request.concentration, request.seed
-        )
+        sample = sample_from_corpora(corpora, target, request.document_tokens, request.concentration, request.seed)
     else:
         readings: list[Reading] = []
 
         def reading(to: ProblemLog) -> Reading:
             follow = progress if to is log else (lambda _: None)
-            readings.append(
-                Reading(to, target.num_experts, request.columns, progress=follow, top_k=target.top_k)
-            )
+            readings.append(Reading(to, target.num_experts, request.columns, progress=follow, top_k=target.top_k))
             return readings[-1]
 
         seen = survey(files, reading)
@@ -177,17 +180,32 @@ def _answer(
     warnings = _warnings(sample, model)
     try:
         checked = hold_out(
-            sample, request.target, request.costs, pairs=pairs, share=request.share, headroom=request.headroom,
-            seed=request.seed, **limits,
-        )  # fmt: skip
+            sample,
+            request.target,
+            request.costs,
+            pairs=pairs,
+            share=request.share,
+            headroom=request.headroom,
+            seed=request.seed,
+            **limits,
+        )
     except ConfigError as error:
         checked = None
         warnings.append(f"no hold-out check: on the first part of the trace {error}")
     return TuneResult(
-        request, files, seen, state.pairs, log.problems, sample, model, choice, _layer_risks(model, budgets, len(sample.layers)),
+        request,
+        files,
+        seen,
+        state.pairs,
+        log.problems,
+        sample,
+        model,
+        choice,
+        _layer_risks(model, budgets, len(sample.layers)),
         forecast(model, choice.risk, budgets, request.target.steps, request.headroom, request.seed, from_start=True),
-        checked, warnings,
-    )  # fmt: skip
+        checked,
+        warnings,
+    )
 
 
 def _without_pairs(request: TuneRequest) -> TuneRequest:

@@ -81,6 +81,12 @@ class TailFit:
             return self.weights_DX[:, self.order[at:]].sum(1) / self.weights_DX.sum(1)
         return self.above_D * _survival(level - self.threshold, self.shape_D, self.scale_D)
 
+    def risk(self, level: float) -> float:
+        """P(X > level) by the fit itself, without the draws."""
+        if level < self.threshold:
+            return float(self.values.size - np.searchsorted(self.values, level, side="right")) / self.values.size
+        return float(self.above_D[0] * _survival(level - self.threshold, self.shape_D[:1], self.scale_D[:1])[0])
+
     def quantile(self, probability: np.ndarray) -> np.ndarray:
         """Values that are exceeded with ``probability`` (any shape), by the fit itself."""
         probability = np.asarray(probability, dtype=float)

@@ -37,7 +37,7 @@ def risk_interval(model: RiskModel, budgets: np.ndarray) -> Interval:
 
 def layers_alone(model: RiskModel, budgets: np.ndarray) -> Interval:
     """Broken on purpose: the layers' risks added up, and only the bootstrap of steps, without the choice."""
-    draws = sum(tail.exceedance(budget) for tail, budget in zip(model.tails, budgets))
+    draws = sum(tail.exceedance(budget) for tail, budget in zip(model.tails, budgets, strict=True))
     return Interval.of(draws[0], draws[1:])
 
 

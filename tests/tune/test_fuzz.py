@@ -35,12 +35,27 @@ COUNTS = json.dumps({"counts": [[[3, 1, 2, 2]] * 2] * 4, "top_k": 1}).encode()
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(allow_nan=True), st.text(max_size=5)
-)  # fmt: skip
-JSONS = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
 )
-FIELDS = ("step", "stage", "block", "layer", "rank", "num_tokens", "topk", "top_indices", "mtp_idx", "counts", "experts",
-          "pair_tokens", "ep_size")  # fmt: skip
+JSONS = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = (
+    "step",
+    "stage",
+    "block",
+    "layer",
+    "rank",
+    "num_tokens",
+    "topk",
+    "top_indices",
+    "mtp_idx",
+    "counts",
+    "experts",
+    "pair_tokens",
+    "ep_size",
+)
 RECORDS = st.dictionaries(st.sampled_from(FIELDS), JSONS, max_size=10).map(lambda fields: json.dumps(fields).encode())
 
 
@@ -56,7 +71,9 @@ def use(suffix: str, content: bytes, keep: list[str]) -> None:
                 if files.corpora(Reading(ProblemLog())) is not None:
                     continue
                 seen = survey(files, lambda to, t=target: Reading(to, t.num_experts, top_k=t.top_k))
-                sample = assemble(files, seen, target, lambda to, t=target: Reading(to, t.num_experts, top_k=t.top_k), log)
+                sample = assemble(
+                    files, seen, target, lambda to, t=target: Reading(to, t.num_experts, top_k=t.top_k), log
+                )
             except EPError:
                 continue
             assert (sample.rows_SL >= 0).all() and sample.rows_SL.shape == sample.pairs_SL.shape
@@ -69,7 +86,11 @@ def mutated(draw: st.DrawFn, base: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
         what = draw(st.sampled_from(["replace", "insert", "cut", "truncate"]))
-        some = draw(st.sampled_from([b"-", b"9", b"99999", b"[", b"]", b",", b'"', b"\n", b" ", b"\x00", b"\xff", b"{", b"e", b"."]))
+        some = draw(
+            st.sampled_from(
+                [b"-", b"9", b"99999", b"[", b"]", b",", b'"', b"\n", b" ", b"\x00", b"\xff", b"{", b"e", b"."]
+            )
+        )
         if what == "replace":
             data[at : at + len(some)] = some
         elif what == "insert":
@@ -118,7 +139,9 @@ def test_bytes(content: bytes) -> None:
 def test_damaged_npz(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.npz"
-        np.savez(path, counts=np.ones((3, 2, 4), dtype=data.draw(st.sampled_from([np.int64, np.float32, np.uint8, object]))))
+        np.savez(
+            path, counts=np.ones((3, 2, 4), dtype=data.draw(st.sampled_from([np.int64, np.float32, np.uint8, object])))
+        )
         use(".npz", data.draw(mutated(path.read_bytes())), [])
 
 

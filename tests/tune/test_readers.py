@@ -149,7 +149,11 @@ def test_counts_give_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["wide.csv", "long.csv", "tokens.jsonl", "renamed.csv"])
 def test_token_tables_give_the_same_rows(tmp_path: Path, form: str) -> None:
     path, columns = tmp_path / form, None
-    lines = {"wide.csv": ["step,rank,layer0,layer1"], "renamed.csv": ["it,note,dp,moe_0,moe_1"], "long.csv": ["step,rank,layer,experts"]}
+    lines = {
+        "wide.csv": ["step,rank,layer0,layer1"],
+        "renamed.csv": ["it,note,dp,moe_0,moe_1"],
+        "long.csv": ["step,rank,layer,experts"],
+    }
     lines = lines.get(form, [])
     for step, rank, token in np.ndindex(STEPS, RANKS, TOKENS):
         ids = [routing(step, layer, rank)[token].tolist() for layer in range(LAYERS)]
@@ -197,7 +201,9 @@ def test_batches_of_another_size_keep_tokens_together(tmp_path: Path) -> None:
 def test_several_groups_of_ranks_are_one_step(tmp_path: Path) -> None:
     path = write_trace(tmp_path)
     one = read(path, ep_size=1)
-    singles = [[max(plan_rows(step, layer, rank) for rank in range(RANKS)) for layer in range(LAYERS)] for step in range(STEPS)]
+    singles = [
+        [max(plan_rows(step, layer, rank) for rank in range(RANKS)) for layer in range(LAYERS)] for step in range(STEPS)
+    ]
     assert one.rows_SL.tolist() == singles
     assert "2 groups of 1" in one.notes[0]
 

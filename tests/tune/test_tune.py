@@ -31,7 +31,7 @@ from tests.train.tiny import TINY_FLAGS, run_program
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 TRAINING = FIXTURES / "training_counts.npz"
-"""Counts of a run of ``ep-comm train --steps 600 --ranks 2 --hidden-size 64 --ffn-size 64 --batch-size 4 --layers 3``."""
+"""Counts of ``ep-comm train --steps 600 --ranks 2 --hidden-size 64 --ffn-size 64 --batch-size 4 --layers 3``."""
 CORPORA = FIXTURES / "olmoe_expert_counts.json"
 """Counts of whole corpora, from allenai/OLMoE, scripts/routing_output (Apache-2.0)."""
 
@@ -135,7 +135,7 @@ def test_policy_is_the_runners() -> None:
     for step in range(8):
         runner(batch(0, step, 1))
         states = runner.state_dict()["layers"].values()
-        dispatchers = [d for d in _dispatchers(model)]
+        dispatchers = list(_dispatchers(model))
         demands.append([max(d.required_rows_per_rank) for d in dispatchers])
     rows = np.array(demands)
     worst = [d.config.worst_case_rows(1) for d in dispatchers]
@@ -165,7 +165,9 @@ def test_train_tune_train(tmp_path: Path) -> None:
         columns.values_SJ, answer.recommendation.chosen.budgets_J, columns.limit_J, columns.unit_J, 0.1
     )  # fmt: skip
     assert report["replays"] == promised.replays
-    assert [layer["start_rows"] for layer in report["layers"]] == [layer.budget_rows for layer in load_budgets(budget).layers]
+    assert [layer["start_rows"] for layer in report["layers"]] == [
+        layer.budget_rows for layer in load_budgets(budget).layers
+    ]
 
 
 # -- budget.json --------------------------------------------------------------------------------------
@@ -251,7 +253,14 @@ def test_terminal_report_names_everything(result: TuneResult) -> None:
     with console.capture() as captured:
         print_result(console, result)
     text = captured.get()
-    for part in ("recommended budgets", "pair rows", "one factor for all layers", "worst case", "95 % interval", "assuming a replay costs 1 ms"):
+    for part in (
+        "recommended budgets",
+        "pair rows",
+        "one factor for all layers",
+        "worst case",
+        "95 % interval",
+        "assuming a replay costs 1 ms",
+    ):
         assert part in text
 
 
@@ -262,7 +271,10 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (facts,) = json.loads(out)
     assert facts["budgets"]["layers"][0]["budget_rows"] == load_budgets(tmp_path / "b.json").layers[0].budget_rows
     assert facts["hold_out"]["agrees"] is True
-    assert run_cli(["tune", str(TRAINING), "--ep-size", "1", "--ep-size", "2", "--top-k", "2", "--transport", "symmetric"]) == 0
+    assert (
+        run_cli(["tune", str(TRAINING), "--ep-size", "1", "--ep-size", "2", "--top-k", "2", "--transport", "symmetric"])
+        == 0
+    )
     assert run_cli(["trace", str(TRAINING), "--json", str(tmp_path / "t.json")]) == 0
     contents = json.loads((tmp_path / "t.json").read_text())
     assert contents["steps"] == 600 and contents["ranks"] == [0, 1] and len(contents["expert_load"]["2"]) == 8

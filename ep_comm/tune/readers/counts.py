@@ -55,7 +55,9 @@ def read_counts_npz(file: Path, reading: Reading) -> Iterator[Record]:
             names = archive.namelist()
             entry = f"{name}.npy" if f"{name}.npy" in names else names[0] if len(names) == 1 else None
             if entry is None:
-                raise TuneError(f"{file}: no array {name!r}, there are {', '.join(names)}; name it with --column counts=NAME")
+                raise TuneError(
+                    f"{file}: no array {name!r}, there are {', '.join(names)}; name it with --column counts=NAME"
+                )
             with archive.open(entry) as stream:
                 yield from _npy_steps(stream, reading, file)
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
@@ -110,7 +112,9 @@ def read_counts_json(file: Path, reading: Reading) -> Iterator[Record] | Corpora
         return _corpora(counts, data, file)
     array = _integers(counts, file)
     if array.ndim not in (3, 4):
-        raise TuneError(f"{file}: expected counts [step, layer, expert] or [step, layer, rank, expert], got {list(array.shape)}")
+        raise TuneError(
+            f"{file}: expected counts [step, layer, expert] or [step, layer, rank, expert], got {list(array.shape)}"
+        )
     if isinstance(data, dict):
         reading.top_k = reading.top_k or _top_k(data, file)
     return (record for step in range(array.shape[0]) for record in _step_records(step, array[step], reading, file))

@@ -26,7 +26,8 @@ class TraceFiles:
     """The files of a trace with their formats.
 
     Attributes:
-        files: path and format: ``"router"``, ``"tokens-csv"``, ``"tokens-jsonl"``, ``"counts-npz"`` or ``"counts-json"``.
+        files: path and format: ``"router"``, ``"tokens-csv"``, ``"tokens-jsonl"``, ``"counts-npz"`` or
+            ``"counts-json"``.
     """
 
     files: list[tuple[Path, str]]
@@ -74,7 +75,9 @@ def find_files(paths: Sequence[Path], columns: dict[str, str] | None = None) -> 
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".csv", ".npz") and each.is_file())
+            inside = sorted(
+                each for each in path.iterdir() if each.suffix in (".jsonl", ".csv", ".npz") and each.is_file()
+            )
             if not inside:
                 raise TuneError(f"no trace in the folder {path}: expected .jsonl, .csv or .npz files")
             found += inside

@@ -81,7 +81,9 @@ class _Batches:
         self._open.setdefault((rank, layer), []).append(ids_TK)
         self._rows += ids_TK.shape[0]
         if self._rows > _MAX_ROWS:
-            raise TuneError(f"{self._file}, line {line}: step {self._step} has more than {_MAX_ROWS} (token, layer) rows")
+            raise TuneError(
+                f"{self._file}, line {line}: step {self._step} has more than {_MAX_ROWS} (token, layer) rows"
+            )
 
     def next_chunk(self) -> Iterator[Record]:
         """Close a chunk of a table without steps."""
@@ -94,7 +96,14 @@ class _Batches:
             ids_TK = check_ids(np.concatenate(parts), self._reading, self._file, self._first_line)
             if ids_TK is not None:
                 yield Record(
-                    self._step, Layer("decoder", layer), rank, ids_TK.shape[0], ids_TK, None, self._file, self._first_line
+                    self._step,
+                    Layer("decoder", layer),
+                    rank,
+                    ids_TK.shape[0],
+                    ids_TK,
+                    None,
+                    self._file,
+                    self._first_line,
                 )
         self._open.clear()
         self._rows = 0
@@ -166,16 +175,14 @@ def _fast_rows(header: _Header, chunk: list[tuple[int, bytes, bool]]) -> list[Bl
     rank = table[:, start[header.rank]] if header.rank is not None else np.zeros(len(chunk), dtype=np.int64)
     edges = np.flatnonzero((step[1:] != step[:-1]) | (rank[1:] != rank[:-1])) + 1
     blocks = []
-    for low, high in zip([0, *edges.tolist()], [*edges.tolist(), len(chunk)]):
+    for low, high in zip([0, *edges.tolist()], [*edges.tolist(), len(chunk)], strict=True):
         for layer, at in header.layers.items():
             ids_TK = table[low:high, start[at] : start[at + 1]]
             blocks.append((int(step[low]), int(rank[low]), layer, ids_TK, chunk[low][0]))
     return blocks
 
 
-def _slow_rows(
-    header: _Header, chunk: list[tuple[int, bytes, bool]], reading: Reading, file: Path
-) -> Iterator[Block]:
+def _slow_rows(header: _Header, chunk: list[tuple[int, bytes, bool]], reading: Reading, file: Path) -> Iterator[Block]:
     for number, line, complete in chunk:
         try:
             step, rank, layers = _csv_row(header, _cells(line))
