@@ -22,8 +22,8 @@ def check_dispatch(
     config = dispatcher.config
     if dispatcher.closed:
         return Fault(FaultCode.CLOSED)
-    if not isinstance(tokens, Tensor):
-        return Fault(FaultCode.TOKENS_TYPE, detail=f"got {type(tokens).__name__}")
+    if not _is_dense(tokens):
+        return Fault(FaultCode.TOKENS_TYPE, detail=_kind(tokens))
     if tokens.dim() != 2 or tokens.shape[1] != config.hidden_size:
         return Fault(FaultCode.TOKENS_SHAPE, _shape(tokens))
     if tokens.dtype not in DTYPES:
@@ -49,8 +49,8 @@ def check_combine(dispatcher: Dispatcher, expert_output: Any, handle: Any) -> Fa
     if handle.dispatcher is not dispatcher:
         detail = f"it was made by {handle.dispatcher.name}, this is {dispatcher.name}"
         return Fault(FaultCode.HANDLE_FOREIGN, detail=detail)
-    if not isinstance(expert_output, Tensor):
-        return Fault(FaultCode.OUTPUT_TYPE, detail=f"got {type(expert_output).__name__}")
+    if not _is_dense(expert_output):
+        return Fault(FaultCode.OUTPUT_TYPE, detail=_kind(expert_output))
     if expert_output.shape != (handle.num_rows, dispatcher.config.hidden_size):
         values = [*_shape(expert_output), 0, 0, 0][:3]
         return Fault(FaultCode.OUTPUT_SHAPE, (*values, handle.num_rows))
@@ -69,8 +69,8 @@ def _check_slots(
     first_code: FaultCode,
 ) -> Fault | None:
     """Type, shape, dtype and device of a ``[T, K]`` argument; its codes follow ``first_code`` in this order."""
-    if not isinstance(value, Tensor):
-        return Fault(first_code, detail=f"got {type(value).__name__}")
+    if not _is_dense(value):
+        return Fault(first_code, detail=_kind(value))
     if tuple(value.shape) != shape:
         return Fault(FaultCode(first_code + 1), _shape(value))
     if value.dtype not in dtypes:
@@ -84,6 +84,14 @@ def _device_fits(dispatcher: Dispatcher, tokens: Tensor) -> bool:
     if dispatcher.ep_size == 1:
         return tokens.device.type in ("cpu", "cuda")
     return tokens.device == dispatcher.device
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def _kind(value: Any) -> str:
+    return f"got a tensor of layout {value.layout}" if isinstance(value, Tensor) else f"got {type(value).__name__}"
 
 
 def _devices(tensor: Tensor, expected: torch.device) -> tuple[int, ...]:

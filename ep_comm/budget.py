@@ -133,10 +133,15 @@ class StaticBudget:
         Raises:
             ConfigError: a saved limit is above the ceiling in force; ``owner`` is named.
         """
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise ConfigError(f"{owner}: the saved budget lacks {', '.join(sorted(missing))}")
         for key, limit in (("budget_rows", self.rows), ("pair_rows", self.pairs)):
-            if not 0 < state[key] <= limit.ceiling:
+            value = state[key]
+            if not isinstance(value, int) or not 0 < value <= limit.ceiling or value % limit.alignment:
                 raise ConfigError(
-                    f"{owner}: saved {key}={state[key]} must be from 1 to the ceiling {limit.ceiling}"
+                    f"{owner}: saved {key}={value!r} must be from 1 to the ceiling {limit.ceiling} and a multiple of "
+                    f"{limit.alignment}"
                 )
         self.rows.rows, self.pairs.rows = state["budget_rows"], state["pair_rows"]
         self.rows.start, self.pairs.start = state["start_rows"], state["start_pair_rows"]

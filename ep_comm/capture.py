@@ -150,7 +150,7 @@ class GraphCache:
         if ledger.eager:
             return self._give_up(EPError("a dispatcher in eager mode takes part; use mode='static' everywhere"))
         batch_key = _batch_signature(batch)
-        key = (batch_key, tuple((d.number, d.budget_rows, d.pair_rows) for d in ledger.dispatchers))
+        key = (batch_key, tuple((d.ordinal, d.budget_rows, d.pair_rows) for d in ledger.dispatchers))
         captured = self._graphs.get(key)
         if captured is None:
             if self._seen.get(batch_key, 0) < _WARM_UP:

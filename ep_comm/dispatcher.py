@@ -6,14 +6,14 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import devices
-from .agreement import compare_configs, raise_reported
+from .agreement import agree_on_dispatcher, raise_reported
 from .arguments import check_combine, check_dispatch
 from .budget import StaticBudget
 from .config import EPConfig, round_up
@@ -56,6 +56,13 @@ class DispatchHandle:
     dispatcher: Dispatcher = field(repr=False)
     sequence: int = field(repr=False)
     channel: Channel = field(repr=False)
+
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise EPError("a dispatch handle cannot be pickled: it is of use only to the dispatcher that made it")
 
 
 class Dispatched(NamedTuple):
@@ -106,9 +113,9 @@ class Dispatcher:
         self.ep_size = dist.get_world_size(group) if group is not None else 1
         if self.rank < 0:
             raise ConfigError("group: this process is not a member of the process group it was given")
-        self.number = next(_numbers)
-        self.name = name or f"dispatcher {self.number}"
-        compare_configs(config, group, self.rank)
+        self.ordinal = agree_on_dispatcher(config, next(_numbers), group, self.rank)
+        """Tells the dispatchers of a group apart; the same on all its ranks."""
+        self.name = name or f"dispatcher {self.ordinal}"
         if config.num_experts % self.ep_size:
             raise ConfigError(
                 f"rank {self.rank}: num_experts must be a multiple of the group's size {self.ep_size}, got "
@@ -118,7 +125,7 @@ class Dispatcher:
         self._transport = open_transport(config, group, self.rank, self.ep_size, _device_of(group))
         log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
         self._layout = CountMatrix(config, self.ep_size)
-        self._headers: dict[tuple[Operation, int, int, int], Tensor] = {}
+        self._headers: dict[tuple[Operation, int, int, int, int], Tensor] = {}
         self.budget = StaticBudget(config, self.ep_size) if config.mode == "static" else None
         """The static budget and its history; None in eager mode."""
         self.routing_hooks: list[Callable[[Dispatcher, Tensor], None]] = []
@@ -150,6 +157,20 @@ class Dispatcher:
             PeerLostError: a rank died or did not arrive.
         """
         fault = check_dispatch(self, tokens, topk_idx, topk_weights)
+        return self._dispatch(tokens, topk_idx, topk_weights, fault)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Instead of a dispatch that the other ranks make: tell them that this rank cannot, and raise.
+
+        For code around the dispatcher that finds its own input wrong, on one rank perhaps. The others raise, too.
+
+        Raises:
+            ArgumentError: with ``reason``.
+        """
+        self._dispatch(None, None, None, Fault(FaultCode.REFUSED, detail=reason))
+        raise AssertionError("a fault always raises")
+
+    def _dispatch(self, tokens: Any, topk_idx: Any, topk_weights: Any, fault: Fault | None) -> Dispatched:
         if fault is None and self.ep_size == 1:
             self._set_device(tokens.device)
         if fault is not None:
@@ -202,7 +223,8 @@ class Dispatcher:
         """
         fault = check_combine(self, expert_output, handle)
         if self.config.mode == "eager" and self.config.handshake:
-            self._agree_to_combine(expert_output, handle, fault)
+            operation = Operation.WEIGHTED_COMBINE if apply_weights else Operation.COMBINE
+            self._agree_to_combine(operation, expert_output, handle, fault)
         if fault is not None:
             raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
         return Combine.apply(expert_output, handle.weights, handle.channel, bool(apply_weights))
@@ -351,6 +373,18 @@ class Dispatcher:
             self._closed = True
             self._transport.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        """Another dispatcher of the same configuration, group and budget. Collective, as constructing one is."""
+        copied = memo[id(self)] = Dispatcher(self.config, self.group, name=self.name)
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise EPError(
+            f"{self.name} cannot be pickled, because it belongs to a process group: save state_dict() of the model and "
+            f"of the StepRunner instead of the objects"
+        )
+
     def __enter__(self) -> Dispatcher:
         return self
 
@@ -403,7 +437,7 @@ class Dispatcher:
                 f"its buffers is read on the host; use mode='static'"
             )
         host_PX = self._to_host(matrix_PX)
-        raise_reported(self, host_PX, Operation.DISPATCH, fault, recorded=static)
+        raise_reported(self, host_PX, fault, recorded=static)
         if not exact:
             return Sizing(rows=limit, pair_rows=self.pair_rows)
         _, pairs_PP, counts_PE = self._layout.split(host_PX)
@@ -419,28 +453,31 @@ class Dispatcher:
         self._transport.raise_device_error(words[: status.numel()].tolist())
         return words[status.numel() :].view(matrix_PX.shape)
 
-    def _agree_to_combine(self, expert_output: Tensor, handle: Any, fault: Fault | None) -> None:
+    def _agree_to_combine(
+        self, operation: Operation, expert_output: Tensor, handle: Any, fault: Fault | None
+    ) -> None:
         """Let every rank know of every rank's bad argument before rows move."""
         sequence = handle.sequence if isinstance(handle, DispatchHandle) else 0
         num_tokens = handle.num_tokens if isinstance(handle, DispatchHandle) else 0
         dtype_code = DTYPES.index(expert_output.dtype) if fault is None else 0
-        header = self._header(Operation.COMBINE, sequence, num_tokens, dtype_code, _NO_LIMIT)
+        header = self._header(operation, sequence, num_tokens, dtype_code, _NO_LIMIT)
         message = self._layout.message(header, self._words(fault))
         matrix_PX = self._transport.exchange_counts(message, f"combine of {self.name}")
-        raise_reported(self, self._to_host(matrix_PX), Operation.COMBINE, fault, recorded=False)
+        raise_reported(self, self._to_host(matrix_PX), fault, recorded=False)
 
     def _header(self, operation: Operation, sequence: int, *words: int) -> Tensor:
+        word = operation.word(self.ordinal)
         if self.config.mode == "eager":
-            return self._layout.header(operation, sequence, *words).to(self.device, non_blocking=True)
+            return self._layout.header(word, sequence, *words).to(self.device, non_blocking=True)
         # Constant from call to call, so that a captured step copies nothing from the host.
-        key = (operation, *words)
+        key = (operation, self.pair_rows, *words)
         if key not in self._headers:
-            self._headers[key] = self._layout.header(operation, 0, *words).to(self.device)
+            self._headers[key] = self._layout.header(word, self.pair_rows, *words).to(self.device)
         return self._headers[key]
 
     def prepare_capture(self) -> None:
         """Make what a capture may not make: status words for the budget in force, for all calls seen so far."""
-        for operation, num_tokens, dtype_code, _ in list(self._headers):
+        for operation, _, num_tokens, dtype_code, _ in list(self._headers):
             self._header(operation, 0, num_tokens, dtype_code, self.budget_rows)
 
     def _words(self, fault: Fault | None) -> Tensor:
@@ -478,9 +515,11 @@ class Dispatcher:
             return
         self.device = device
         self._headers.clear()
-        self.record = DispatchRecord(self.ep_size, device)
-        self._sent = torch.zeros((), dtype=torch.int64, device=device)
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        # Updated in place by every dispatch: not tensors of the inference mode that happens to be on now.
+        with torch.inference_mode(False):
+            self.record = DispatchRecord(self.ep_size, device)
+            self._sent = torch.zeros((), dtype=torch.int64, device=device)
+            self._anchor = torch.zeros((), device=device, requires_grad=True)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

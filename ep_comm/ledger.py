@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import EPError
 from .plan import RoutingPlan
 from .status import HEADER_WORDS, Word
 
@@ -140,7 +141,7 @@ class StepLedger:
         """
         global _current
         if _current is not None:
-            raise RuntimeError("a StepRunner is running already: step_fn must not call another StepRunner")
+            raise EPError("a StepRunner is running already: step_fn must not call another StepRunner")
         _current = self
         try:
             yield self

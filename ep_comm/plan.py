@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .config import EPConfig
-from .status import HEADER_WORDS, FaultCode, Operation, Word
+from .status import HEADER_WORDS, FaultCode, Word
 
 __all__ = [
     "CountMatrix",
@@ -139,10 +139,10 @@ class CountMatrix:
         self.width = HEADER_WORDS + ep_size + config.num_experts
 
     def header(
-        self, operation: Operation, sequence: int, num_tokens: int, dtype_code: int, budget_rows: int
+        self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int
     ) -> Tensor:
-        """The status words before the fault, int32 ``[5]`` on the host."""
-        words = [int(operation), sequence % 2**31, num_tokens, dtype_code, budget_rows]
+        """The status words before the fault, int32 ``[5]`` on the host; see :mod:`ep_comm.status`."""
+        words = [operation, agreed % 2**31, num_tokens, dtype_code, budget_rows]
         return torch.tensor(words, dtype=torch.int32)
 
     def message(self, header: Tensor, fault: Tensor, routing: LocalRouting | None = None) -> Tensor:

@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from .capture import GraphCache
 from .devices import free_memory
 from .dispatcher import Dispatcher
 from .errors import BudgetExceededError, ConfigError, EPError
-from .ledger import Demand, StepLedger, Verdict
+from .ledger import Demand, StepLedger, Verdict, current_ledger
 from .snapshot import StateSnapshot
 
 __all__ = ["LayerBudget", "StepRunner"]
@@ -77,7 +78,7 @@ class StepRunner:
             of tensors and containers. What else ``step_fn`` does on the host happens only while capturing.
         check: ``"every_step"`` reads the verdict of each step before it is committed.
         headroom: how much more than required a grown budget holds, 0.1 = 10 %.
-        extra_state: further things a step changes: tensors, or objects with ``state_dict`` and
+        extra_state: further things a step changes: tensors, generators, or objects with ``state_dict`` and
             ``load_state_dict``.
 
     Raises:
@@ -102,14 +103,17 @@ class StepRunner:
             raise ConfigError("capture='always' needs a CUDA GPU, and torch sees none; use 'auto' or 'never'")
         if check != "every_step":
             raise ConfigError(f"check must be 'every_step', got {check!r}")
-        if not 0.0 <= headroom <= 10.0:
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0.0 <= headroom <= 10.0:
             raise ConfigError(f"headroom must be from 0 to 10 (0.1 is 10 % more than required), got {headroom!r}")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self._step_fn = step_fn
         self._model = model
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = _as_optimizers(optimizer)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         self._headroom = headroom
-        self._snapshot = StateSnapshot(model, extra_state)
+        stepped = [p for o in self._optimizers for settings in o.param_groups for p in settings["params"]]
+        self._snapshot = StateSnapshot(model, stepped, extra_state)
         self._graphs: GraphCache | None = None
         if capture != "never" and torch.cuda.is_available():
             self._graphs = GraphCache(
@@ -134,9 +138,12 @@ class StepRunner:
             RoutingError: ``topk_idx`` held ids out of range.
             Exception: whatever ``step_fn`` raised.
 
-            In every case model, optimizer, random number generators and extra state are as before the step.
+            In every case model, optimizer, random number generators and extra state are as before the step. If
+            ``step_fn`` raised on some ranks only, the others wait for them in their next collective until the
+            process group's timeout: let the job end, as ``torchrun`` does.
         """
-        self._snapshot.take()
+        leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
+        self._snapshot.take(leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
         try:
             result, verdict, updated = self._first_attempt(batch)
             self._raise_failure(verdict)
@@ -194,14 +201,19 @@ class StepRunner:
         return {"steps": self.steps, "replays": self.replays, "layers": {**self._pending, **layers}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict`. Layers not found in the model get their budget when they first dispatch."""
-        self.steps = state["steps"]
-        self.replays = state["replays"]
+        """Take over :meth:`state_dict`. Layers not found in the model get their budget when they first dispatch.
+
+        Raises:
+            ConfigError: the state is of another kind, or holds a budget that this configuration does not allow.
+        """
+        if not isinstance(state, dict) or not {"steps", "replays", "layers"} <= state.keys():
+            raise ConfigError("state must be what StepRunner.state_dict() returned, with steps, replays and layers")
         self._pending = dict(state["layers"])
         for dispatcher in _named_dispatchers(self._model).values():
             self._adopt(dispatcher)
         for dispatcher in self._seen:
             self._adopt(dispatcher)
+        self.steps, self.replays = state["steps"], state["replays"]
 
     def close(self) -> None:
         """Drop captured graphs. Needed before destroying an NCCL process group by hand, which otherwise waits
@@ -348,6 +360,23 @@ class StepRunner:
             if known is dispatcher:
                 return name
         return dispatcher.name
+
+
+def _as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given or [])
+    if not optimizers or not all(isinstance(entry, torch.optim.Optimizer) for entry in optimizers):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer or several of them, got {given!r}")
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_no_step_inside)
+    return optimizers
+
+
+def _no_step_inside(*_: Any) -> None:
+    if current_ledger() is not None:
+        raise EPError(
+            "optimizer.step() was called inside step_fn: the StepRunner calls it, once the ranks have agreed that the "
+            "step is good"
+        )
 
 
 def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:

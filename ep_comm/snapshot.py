@@ -1,8 +1,9 @@
 """What a training step changes besides gradients, kept so that a discarded step leaves no trace.
 
-Gradients are zeroed before every attempt and parameters and optimizer state change only when a step is
-committed, so the snapshot holds what a forward and backward pass itself touches: module buffers (router
-biases, statistics), random number generators, and whatever else was registered.
+The gradients of what the optimizers step are dropped before every attempt, and parameters and optimizer state
+change only when a step is committed. So the snapshot holds what else a forward and backward pass touches: module
+buffers (router biases, statistics), gradients of other leaves, random number generators, and whatever was
+registered.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import copy
 import random
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .errors import ConfigError
 
 __all__ = ["StateSnapshot"]
 
@@ -24,50 +28,86 @@ class StateSnapshot:
 
     Args:
         model: its buffers are kept.
-        extra_state: tensors, or objects with ``state_dict`` and ``load_state_dict``.
+        stepped: parameters whose gradients are dropped before every attempt; the gradients of the model's other
+            parameters are kept.
+        extra_state: tensors, generators, or objects with ``state_dict`` and ``load_state_dict``.
+
+    Raises:
+        ConfigError: an entry of ``extra_state`` is something else.
     """
 
-    def __init__(self, model: nn.Module, extra_state: Iterable[Any] = ()) -> None:
+    def __init__(self, model: nn.Module, stepped: Iterable[Tensor] = (), extra_state: Iterable[Any] = ()) -> None:
         self._model = model
+        self._stepped = {id(parameter) for parameter in stepped}
         self._extra = list(extra_state)
         for item in self._extra:
-            if not (isinstance(item, Tensor) or hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise TypeError(
-                    "extra_state: every entry must be a tensor or have state_dict() and load_state_dict(), got "
-                    f"{type(item).__name__}"
+            if not (isinstance(item, (Tensor, torch.Generator)) or hasattr(item, "load_state_dict")):
+                raise ConfigError(
+                    "extra_state: every entry must be a tensor, a torch.Generator, or have state_dict() and "
+                    f"load_state_dict(), got {type(item).__name__}"
                 )
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._buffers: list[_Buffer] = []
+        self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         self._saved_extra: list[Any] = []
         self._rng: dict[str, Any] = {}
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Remember the present state."""
+    def take(self, leaves: Iterable[Tensor] = ()) -> None:
+        """Remember the present state, and the gradients of ``leaves`` (of the batch, say)."""
         self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
+            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in self._model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
-        self._saved_extra = [
-            item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item.state_dict())
-            for item in self._extra
+        others = [p for p in self._model.parameters() if id(p) not in self._stepped]
+        self._gradients = [
+            (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in (*others, *leaves)
         ]
+        self._saved_extra = [_saved(item) for item in self._extra]
         self._rng = _rng_state()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the state that was taken last."""
-        for module, name, buffer, saved in self._buffers:
+        kept = {(id(entry.module), entry.name) for entry in self._buffers}
+        for module in self._model.modules():
+            for name in [name for name in module._buffers if (id(module), name) not in kept]:
+                del module._buffers[name]
+        for entry in self._buffers:
             # A step may also have put another tensor into the buffer's place.
-            module._buffers[name] = buffer
-            buffer.copy_(saved)
+            entry.module._buffers[entry.name] = entry.tensor
+            if entry.tensor is not None:
+                entry.tensor.copy_(entry.saved)
+        for leaf, gradient, saved in self._gradients:
+            leaf.grad = gradient
+            if gradient is not None:
+                gradient.copy_(saved)
         for item, saved in zip(self._extra, self._saved_extra, strict=True):
             if isinstance(item, Tensor):
                 item.copy_(saved)
+            elif isinstance(item, torch.Generator):
+                item.set_state(saved)
             else:
                 item.load_state_dict(copy.deepcopy(saved))
         _set_rng_state(self._rng)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer's place, the tensor that was there (or None), and its values."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    saved: Tensor | None
+
+
+def _saved(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.detach().clone()
+    if isinstance(item, torch.Generator):
+        return item.get_state()
+    return copy.deepcopy(item.state_dict())
 
 
 def _rng_state() -> dict[str, Any]:

@@ -6,8 +6,9 @@ words, takes part with zero tokens, and every rank formats the message from the 
 
 Words of a message, all int32:
 
-    0  operation    what the sender is doing, so that ranks out of step notice
-    1  sequence     number of the dispatch on this dispatcher (combine: of the dispatch it belongs to)
+    0  operation    what the sender is doing with which dispatcher, so that ranks out of step notice
+    1  agreed       eager mode: number of the dispatch on this dispatcher (combine: of the dispatch it belongs to);
+                    static mode: ``pair_rows``; equal on all ranks
     2  num_tokens   tokens of the sender in this call
     3  dtype        code of the payload's dtype
     4  budget_rows  receive budget of the sender
@@ -74,7 +75,7 @@ class Word(IntEnum):
     """Positions of the status words in a message."""
 
     OPERATION = 0
-    SEQUENCE = 1
+    AGREED = 1
     NUM_TOKENS = 2
     DTYPE = 3
     BUDGET_ROWS = 4
@@ -90,6 +91,21 @@ class Operation(IntEnum):
 
     DISPATCH = 1
     COMBINE = 2
+    WEIGHTED_COMBINE = 3
+
+    def word(self, ordinal: int) -> int:
+        """The operation on the dispatcher with this ordinal, as it travels."""
+        return self | ordinal << 2
+
+    @classmethod
+    def describe(cls, word: int) -> str:
+        """What a rank that sent ``word`` is doing, in words."""
+        names = {
+            cls.DISPATCH: "dispatch",
+            cls.COMBINE: "combine(apply_weights=False)",
+            cls.WEIGHTED_COMBINE: "combine(apply_weights=True)",
+        }
+        return f"{names[cls(word & 3)]} of dispatcher {word >> 2}"
 
 
 class FaultCode(IntEnum):
@@ -117,6 +133,7 @@ class FaultCode(IntEnum):
     OUTPUT_DEVICE = 19
     HANDLE_TYPE = 20
     HANDLE_FOREIGN = 21
+    REFUSED = 22
 
 
 @dataclass(frozen=True)
@@ -191,10 +208,11 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
         where = f"{_device_name(*v[2:4])}, the dispatcher's device"
         return f"{_argument(code)} must be on {where}, got {_device_name(*v[:2])}"
     plain = {
-        FaultCode.TOKENS_TYPE: "tokens must be a torch.Tensor",
-        FaultCode.IDX_TYPE: "topk_idx must be a torch.Tensor",
-        FaultCode.WEIGHTS_TYPE: "topk_weights must be a torch.Tensor",
-        FaultCode.OUTPUT_TYPE: "expert_output must be a torch.Tensor",
+        FaultCode.TOKENS_TYPE: "tokens must be a dense torch.Tensor",
+        FaultCode.IDX_TYPE: "topk_idx must be a dense torch.Tensor",
+        FaultCode.WEIGHTS_TYPE: "topk_weights must be a dense torch.Tensor",
+        FaultCode.OUTPUT_TYPE: "expert_output must be a dense torch.Tensor",
+        FaultCode.REFUSED: "the caller of dispatch has refused its input",
         FaultCode.HANDLE_TYPE: "handle must be the handle of a Dispatched that dispatch() returned",
         FaultCode.HANDLE_FOREIGN: "handle belongs to another dispatcher; combine with the one that dispatched",
     }

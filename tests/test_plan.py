@@ -91,7 +91,7 @@ def test_message_layout() -> None:
     message = layout.message(layout.header(Operation.DISPATCH, 5, 1, 2, 77), routing.fault, routing)
     header, pairs, counts = layout.split(torch.stack([message, message]))
     assert message.dtype == torch.int32 and message.numel() == layout.width
-    assert header[0, Word.OPERATION] == Operation.DISPATCH and header[0, Word.SEQUENCE] == 5
+    assert header[0, Word.OPERATION] == Operation.DISPATCH and header[0, Word.AGREED] == 5
     assert header[0, Word.NUM_TOKENS] == 1 and header[0, Word.DTYPE] == 2 and header[0, Word.BUDGET_ROWS] == 77
     assert header[0, Word.FAULT :].tolist() == [0] * 5
     assert pairs.tolist() == [[1, 1]] * 2 and counts.tolist() == [[0, 1, 0, 1]] * 2

@@ -303,8 +303,11 @@ def test_runner_arguments() -> None:
     for bad in ({"capture": "sometimes"}, {"check": "never"}, {"headroom": -1.0}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             StepRunner(print, model=model, optimizer=optimizer, **bad)
-    with pytest.raises(TypeError, match="extra_state"):
-        StepRunner(print, model=model, optimizer=optimizer, extra_state=[3])
+    for bad in ({"extra_state": [3]}, {"optimizer": None}, {"optimizer": [3]}, {"model": print}, {"headroom": "a"}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            StepRunner(print, **{"model": model, "optimizer": optimizer, **bad})
+    with pytest.raises(ConfigError, match="state"):
+        StepRunner(print, model=model, optimizer=optimizer).load_state_dict({"steps": 3})
 
 
 def test_runner_without_any_dispatcher_just_trains() -> None:
@@ -319,7 +322,7 @@ def test_runner_without_any_dispatcher_just_trains() -> None:
 def test_snapshot_restores_replaced_buffers_and_objects() -> None:
     model = nn.BatchNorm1d(3)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
-    snapshot = StateSnapshot(model, [schedule])
+    snapshot = StateSnapshot(model, (), [schedule])
     snapshot.take()
     original, epoch = model.running_mean, schedule.last_epoch
     model(torch.randn(8, 3))
@@ -368,3 +371,65 @@ def mixed_policies(rank: int, world_size: int) -> None:
         assert run.budgets()[0].budget_rows == 8 and run.budgets()[0].overflows == 1
         states.append(state_of(model, optimizer))
     assert_same_state(*states)
+
+
+def test_what_no_optimizer_steps_goes_back_too() -> None:
+    """Gradients of frozen parameters and of the batch, buffers that appear in the step, a generator."""
+    run_ranks(leave_no_trace, 2)
+
+
+def leave_no_trace(rank: int, world_size: int) -> None:
+    seen = []
+    for budget in (1000, 4):
+        torch.manual_seed(1)
+        model = Model(config("static", budget_rows=budget))
+        model.probe = nn.Linear(HIDDEN, HIDDEN)
+        model.register_buffer("late", None)
+        optimizer = torch.optim.SGD([*model.layers.parameters()], lr=0.01)
+        generator = torch.Generator().manual_seed(3)
+        inner = step_fn(model)
+
+        def step(micro_batches: Any, model: Model = model, inner: Any = inner, gen: Any = generator) -> float:
+            (x, target), *_ = micro_batches
+            x = model.probe(x) + torch.rand(x.shape, generator=gen)
+            model.late = torch.zeros(1) if model.late is None else model.late
+            model.late += 1
+            if not hasattr(model, "later"):
+                model.register_buffer("later", torch.zeros(1))
+            model.later += 1
+            return inner([(x, target)])
+
+        run = StepRunner(step, model=model, optimizer=optimizer, extra_state=[generator])
+        leaf = torch.ones(12, HIDDEN).requires_grad_()
+        for _ in range(2):
+            run([(leaf, torch.zeros(12, HIDDEN))])
+        assert (run.replays > 0) == (budget == 4)
+        assert float(model.late) == float(model.later) == 2
+        seen.append((leaf.grad, *(p.grad for p in model.probe.parameters()), generator.get_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_stepping_inside_the_step_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    run = StepRunner(step, model=model, optimizer=optimizer)
+    before = model.weight.detach().clone()
+    with pytest.raises(EPError, match=r"inside step_fn"):
+        run(torch.ones(3, 2))
+    assert torch.equal(model.weight, before)
+    optimizer.step()
+
+
+def test_runners_do_not_nest() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = StepRunner(lambda x: model(x).sum().backward(), model=model, optimizer=optimizer)
+    outer = StepRunner(inner, model=model, optimizer=optimizer)
+    with pytest.raises(EPError, match="another StepRunner"):
+        outer(torch.ones(3, 2))
+    inner(torch.ones(3, 2))

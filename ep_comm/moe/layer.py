@@ -17,7 +17,7 @@ import torch.nn as nn
 
 from ..config import EPConfig
 from ..dispatcher import Dispatcher
-from ..errors import ArgumentError, ConfigError
+from ..errors import ArgumentError, ConfigError, EPError
 from .experts import GroupedExperts, SharedExpert, check_row_bytes
 from .init import resolve_seed
 from .precision import autocast_dtype
@@ -129,10 +129,14 @@ class MoELayer(nn.Module):
             ArgumentError: a shape or dtype is wrong.
             EPError: what :meth:`ep_comm.Dispatcher.dispatch` and ``combine`` raise.
         """
-        self._check(x, token_mask)
-        x_TH = x.reshape(-1, self.hidden_size)
-        token_mask_T = None if token_mask is None else token_mask.reshape(-1)
-        topk_idx_TK, topk_weights_TK = self.router(x_TH, token_mask_T)
+        try:
+            self._check(x, token_mask)
+            x_TH = x.reshape(-1, self.hidden_size)
+            token_mask_T = None if token_mask is None else token_mask.reshape(-1)
+            topk_idx_TK, topk_weights_TK = self.router(x_TH, token_mask_T)
+        except EPError as error:
+            # The other ranks are about to dispatch and would wait.
+            self.dispatcher.refuse(str(error))
         # Under autocast the rows travel in the dtype in which the experts will compute.
         tokens_TH = x_TH.to(autocast_dtype(x.device) or x.dtype)
         rows = self.dispatcher.dispatch(tokens_TH, topk_idx_TK, topk_weights_TK)

@@ -189,7 +189,8 @@ class CollectiveTransport(Transport):
 
     def _receive_tables(self, route: CollectiveRoute, rows_NK: Tensor) -> _Receive:
         plan = route.plan
-        rows_NK = rows_NK.long()
+        # Whatever arrives must not address memory outside the buffer.
+        rows_NK = rows_NK.long().clamp(-1, route.sizing.rows - 1)
         if route.sizing.pair_tokens is None:
             place_M = torch.arange(route.sizing.pair_rows, device=rows_NK.device)
             filled_PM = place_M < plan.pair_tokens_PP[:, self._rank].unsqueeze(1)

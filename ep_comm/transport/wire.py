@@ -41,7 +41,9 @@ class WireBuffers:
         size = num_rows * row_bytes
         kept = self._kept.get(place)
         if kept is None or kept.numel() < size:
-            kept = self._kept[place] = torch.empty(size, dtype=torch.uint8, device=device)
+            # Written again by later calls, which may not be in the inference mode that is on now.
+            with torch.inference_mode(False):
+                kept = self._kept[place] = torch.empty(size, dtype=torch.uint8, device=device)
         return kept[:size].view(num_rows, row_bytes)
 
 
