@@ -8,7 +8,7 @@ no token is ever lost.
 from __future__ import annotations
 
 from .config import EPConfig
-from .dispatcher import Dispatched, Dispatcher, DispatchHandle
+from .dispatcher import Dispatcher
 from .distributed import Env, init_distributed, shutdown
 from .errors import (
     ArgumentError,
@@ -20,6 +20,7 @@ from .errors import (
     PeerLostError,
     RoutingError,
 )
+from .handle import Dispatched, DispatchHandle
 from .moe import MoELayer, update_expert_biases
 from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
 from .recorder import RoutingRecorder

@@ -12,7 +12,7 @@ from .errors import ArgumentError, ConfigError, HandleError, PeerLostError
 from .status import DTYPES, HEADER_WORDS, Fault, FaultCode, Operation, Word, error_from_words
 
 if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
+    from .exchange import Exchange
 
 __all__ = ["agree_on_dispatcher", "raise_reported"]
 
@@ -54,7 +54,7 @@ def agree_on_dispatcher(config: EPConfig, number: int, group: dist.ProcessGroup 
     return max(other for _, other in facts)
 
 
-def raise_reported(dispatcher: Dispatcher, matrix_PX: Tensor, own: Fault | None, *, recorded: bool) -> None:
+def raise_reported(exchange: Exchange, matrix_PX: Tensor, own: Fault | None, *, recorded: bool) -> None:
     """Raise, on every rank alike, what any rank reported in its status words.
 
     Args:
@@ -63,7 +63,7 @@ def raise_reported(dispatcher: Dispatcher, matrix_PX: Tensor, own: Fault | None,
         recorded: ids out of range are left to the step's check.
     """
     words_PX = matrix_PX[:, :HEADER_WORDS].tolist()
-    rank = dispatcher.rank
+    rank = exchange.rank
     mine = words_PX[rank]
     for other, words in enumerate(words_PX):
         if words[Word.OPERATION] != mine[Word.OPERATION]:
@@ -76,7 +76,7 @@ def raise_reported(dispatcher: Dispatcher, matrix_PX: Tensor, own: Fault | None,
         code = words[Word.FAULT]
         if code and not (recorded and code == FaultCode.EXPERT_ID):
             detail = own.detail if own is not None and other == rank else ""
-            raise error_from_words(words[Word.FAULT :], other, dispatcher.config, detail)
+            raise error_from_words(words[Word.FAULT :], other, exchange.config, detail)
     dispatching = mine[Word.OPERATION] & 3 == Operation.DISPATCH
     for other, words in enumerate(words_PX):
         if words[Word.DTYPE] != mine[Word.DTYPE]:
@@ -86,14 +86,14 @@ def raise_reported(dispatcher: Dispatcher, matrix_PX: Tensor, own: Fault | None,
             )
         if words[Word.AGREED] == mine[Word.AGREED]:
             continue
-        if dispatcher.budget is not None:
+        if exchange.budget is not None:
             raise ConfigError(
-                f"rank {rank}: pair_rows must be equal on all ranks of {dispatcher.name}: rank {rank} has "
+                f"rank {rank}: pair_rows must be equal on all ranks of {exchange.name}: rank {rank} has "
                 f"{mine[Word.AGREED]}, rank {other} has {words[Word.AGREED]}; call grow() and load_state_dict() on all "
                 f"ranks alike"
             )
         if not dispatching:
             raise HandleError(
-                f"rank {rank}: handle is of dispatch {mine[Word.AGREED]} of {dispatcher.name}, rank {other} "
+                f"rank {rank}: handle is of dispatch {mine[Word.AGREED]} of {exchange.name}, rank {other} "
                 f"combines dispatch {words[Word.AGREED]}; all ranks must combine the same dispatch"
             )

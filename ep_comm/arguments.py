@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .handle import DispatchHandle
 from .status import DTYPES, Fault, FaultCode, device_values, dtype_value
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def check_dispatch(
 
 def check_combine(dispatcher: Dispatcher, expert_output: Any, handle: Any) -> Fault | None:
     """The first thing that is wrong with the arguments of a combine."""
-    from .dispatcher import DispatchHandle
-
     if dispatcher.closed:
         return Fault(FaultCode.CLOSED)
     if not isinstance(handle, DispatchHandle):

@@ -5,82 +5,34 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import devices
-from .agreement import agree_on_dispatcher, raise_reported
+from .agreement import agree_on_dispatcher
 from .arguments import check_combine, check_dispatch
 from .budget import StaticBudget
 from .config import EPConfig, round_up
 from .directions import Channel, Combine, Dispatch
 from .errors import ConfigError, EPError
+from .exchange import Exchange
+from .handle import Dispatched, DispatchHandle
 from .ledger import Demand, DispatchRecord, StepLedger, current_ledger
 from .mxfp8 import MXFP8Tensor
-from .plan import CountMatrix, RoutingPlan, Sizing, required_rows
-from .status import DTYPES, Fault, FaultCode, Operation, error_from_words
-from .transport import open_transport
-from .transport.base import PlanRequest, RowFormat
+from .plan import RoutingPlan, Sizing
+from .status import Fault, FaultCode, Operation, error_from_words
+from .transport import Transport, open_transport
+from .transport.base import RowFormat
 
 __all__ = ["DispatchHandle", "Dispatched", "Dispatcher"]
 
 log = logging.getLogger("ep_comm")
 
-_NO_LIMIT = 2**31 - 1
 _numbers = itertools.count()
 
 Direction = Literal["dispatch_forward", "dispatch_backward", "combine_forward", "combine_backward"]
-
-
-@dataclass(frozen=True)
-class DispatchHandle:
-    """What a combine needs to know about its dispatch. Opaque, except for the fields named here.
-
-    Attributes:
-        num_tokens: T of the dispatch on this rank.
-        num_rows: R on this rank.
-        weights: fp32 ``[R]``, the rows' routing weights, connected to the graph of the dispatch.
-        rows_link: with ``recv_format="mxfp8"`` a ``[R, H]`` tensor without storage that stands for the rows in
-            the autograd graph: a GEMM that consumes the MXFP8 rows takes it as a further input and returns
-            the rows' gradient for it. None otherwise.
-    """
-
-    num_tokens: int
-    num_rows: int
-    weights: Tensor
-    rows_link: Tensor | None
-    dispatcher: Dispatcher = field(repr=False)
-    sequence: int = field(repr=False)
-    channel: Channel = field(repr=False)
-
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise EPError("a dispatch handle cannot be pickled: it is of use only to the dispatcher that made it")
-
-
-class Dispatched(NamedTuple):
-    """The rows that a dispatch delivered to this rank's experts.
-
-    Rows are ordered by (local expert, source rank, source token, slot). Expert ``e`` has the rows from
-    ``expert_offsets[e]`` on, ``tokens_per_expert[e]`` of them, then zero rows up to the alignment.
-    """
-
-    tokens: Tensor | MXFP8Tensor
-    """``[R, H]`` in the dtype of the tokens, or an MXFP8Tensor with ``recv_format="mxfp8"``."""
-    weights: Tensor
-    """fp32 ``[R]``, zero for padding rows."""
-    tokens_per_expert: Tensor
-    """int64 ``[L]`` on the device."""
-    expert_offsets: Tensor
-    """int64 ``[L + 1]`` on the device; multiples of ``alignment``; the last is the end of the last segment."""
-    handle: DispatchHandle
 
 
 class Dispatcher:
@@ -124,10 +76,17 @@ class Dispatcher:
         self.num_local_experts = config.num_experts // self.ep_size
         self._transport = open_transport(config, group, self.rank, self.ep_size, _device_of(group))
         log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
-        self._layout = CountMatrix(config, self.ep_size)
-        self._headers: dict[tuple[Operation, int, int, int, int], Tensor] = {}
         self.budget = StaticBudget(config, self.ep_size) if config.mode == "static" else None
         """The static budget and its history; None in eager mode."""
+        self._exchange = Exchange(
+            config,
+            self._transport,
+            self.rank,
+            self.ep_size,
+            ordinal=self.ordinal,
+            name=self.name,
+            budget=self.budget,
+        )
         self.routing_hooks: list[Callable[[Dispatcher, Tensor], None]] = []
         """Called with this dispatcher and ``topk_idx`` on every dispatch that is not a recomputation."""
         self._sequence = 0
@@ -180,7 +139,8 @@ class Dispatcher:
             ledger.enter(self)
         exact = self.config.mode == "eager" or (ledger is not None and ledger.exact and not self.drops)
         sequence = self._sequence
-        plan, sizing = self._plan(tokens, topk_idx, topk_weights, fault, sequence, exact)
+        plan, sizing = self._exchange.plan(tokens, topk_idx, topk_weights, fault, sequence, exact=exact)
+        self._note(plan)
         # Counted only now: where the exchange ended in an error, it ended so on all ranks.
         self._sequence += 1
         channel = self._channel(plan, sizing, tokens.dtype, sequence)
@@ -224,7 +184,7 @@ class Dispatcher:
         fault = check_combine(self, expert_output, handle)
         if self.config.mode == "eager" and self.config.handshake:
             operation = Operation.WEIGHTED_COMBINE if apply_weights else Operation.COMBINE
-            self._agree_to_combine(operation, expert_output, handle, fault)
+            self._exchange.agree_to_combine(operation, self.device, expert_output, handle, fault)
         if fault is not None:
             raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
         return Combine.apply(expert_output, handle.weights, handle.channel, bool(apply_weights))
@@ -270,6 +230,11 @@ class Dispatcher:
     def required_rows_per_rank(self) -> list[int]:
         """Rows the latest dispatch needs on every rank of the group. Reads the device."""
         return self._latest.required_rows_P.tolist() if self._latest is not None else [0] * self.ep_size
+
+    @property
+    def pair_tokens(self) -> list[list[int]]:
+        """Tokens the latest dispatch moved from every rank (outer index) to every rank. Reads the device."""
+        return self._latest.pair_tokens_PP.tolist() if self._latest is not None else [[0] * self.ep_size] * self.ep_size
 
     @property
     def tokens_sent(self) -> int:
@@ -323,7 +288,7 @@ class Dispatcher:
             raise self.budget.exceeded(self.name, where, max(most, rows))
         limit.rows = max(limit.rows, round_up(rows, self.config.alignment))
         if self._latest is not None:
-            pairs.rows = pairs.target(int(self._latest.pair_tokens_PP.max()), headroom=0.0)
+            pairs.rows = pairs.target(max(map(max, self.pair_tokens)), headroom=0.0)
 
     def check(self) -> None:
         """Raise what static mode recorded since the last check (ids out of range). Reads the device.
@@ -391,98 +356,23 @@ class Dispatcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def prepare_capture(self) -> None:
+        """Before a step is captured in a CUDA graph on the present budget."""
+        self._exchange.prepare_capture()
+
+    def wrap_transport(self, wrapper: Callable[[Transport], Transport]) -> None:
+        """Put ``wrapper(transport)`` into the transport's place, to measure it for example."""
+        self._transport = self._exchange.transport = wrapper(self._transport)
+
     # -- inside --------------------------------------------------------------------------------------
 
-    def _plan(
-        self,
-        tokens: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        fault: Fault | None,
-        sequence: int,
-        exact: bool,
-    ) -> tuple[RoutingPlan, Sizing]:
-        """Exchange counts, derive the plan, decide the sizes of this dispatch's buffers."""
-        limit = _NO_LIMIT
+    def _note(self, plan: RoutingPlan) -> None:
+        """Remember what this dispatch needed; no host sync."""
         if self.budget is not None:
-            limit = self.budget.rows.ceiling if exact else self.budget.rows.rows
-        dtype_code = DTYPES.index(tokens.dtype)
-        request = PlanRequest(
-            layout=self._layout,
-            header=self._header(Operation.DISPATCH, sequence, tokens.shape[0], dtype_code, limit),
-            fault=None if fault is None else self._words(fault),
-            topk_idx_TK=topk_idx.contiguous(),
-            topk_weights_TK=topk_weights.detach().contiguous(),
-            alignment=self.config.alignment,
-            pair_limit=None if exact or not self._transport.uses_pair_rows else self.pair_rows,
-            operation=f"dispatch of {self.name}",
-        )
-        plan = self._transport.make_plan(request, self.rank)
-        sizing = self._size(plan.matrix_PX, exact, limit, fault)
-        if self.config.mode == "static":
-            self.record.add(plan, self._layout.split(plan.matrix_PX)[0])
+            self.record.add(plan, self._exchange.layout.split(plan.matrix_PX)[0])
         sent_P = plan.pair_tokens_PP[self.rank]
         self._sent += sent_P.sum() - sent_P[self.rank]
         self._latest = plan
-        return plan, sizing
-
-    def _size(self, matrix_PX: Tensor, exact: bool, limit: int, fault: Fault | None) -> Sizing:
-        """Buffer sizes of this dispatch; in eager mode and on a replay the dispatch's one host sync."""
-        static = self.config.mode == "static"
-        if not exact and not devices.host_reads_are_free(matrix_PX.device):
-            return Sizing(rows=limit, pair_rows=self.pair_rows)
-        if devices.is_capturing(matrix_PX.device):
-            raise EPError(
-                f"rank {self.rank}: {self.name} is in eager mode and cannot be captured in a CUDA graph: the size of "
-                f"its buffers is read on the host; use mode='static'"
-            )
-        host_PX = self._to_host(matrix_PX)
-        raise_reported(self, host_PX, fault, recorded=static)
-        if not exact:
-            return Sizing(rows=limit, pair_rows=self.pair_rows)
-        _, pairs_PP, counts_PE = self._layout.split(host_PX)
-        required = int(required_rows(counts_PE.sum(0), self.ep_size, self.config.alignment)[self.rank])
-        return Sizing(rows=min(required, limit), pair_tokens=pairs_PP.tolist())
-
-    def _to_host(self, matrix_PX: Tensor) -> Tensor:
-        """Exchanged messages on the host, after the transport's own errors were looked at; one copy for both."""
-        status = self._transport.device_status()
-        if status is None:
-            return matrix_PX.cpu()
-        words = torch.cat([status, matrix_PX.flatten()]).cpu()
-        self._transport.raise_device_error(words[: status.numel()].tolist())
-        return words[status.numel() :].view(matrix_PX.shape)
-
-    def _agree_to_combine(
-        self, operation: Operation, expert_output: Tensor, handle: Any, fault: Fault | None
-    ) -> None:
-        """Let every rank know of every rank's bad argument before rows move."""
-        sequence = handle.sequence if isinstance(handle, DispatchHandle) else 0
-        num_tokens = handle.num_tokens if isinstance(handle, DispatchHandle) else 0
-        dtype_code = DTYPES.index(expert_output.dtype) if fault is None else 0
-        header = self._header(operation, sequence, num_tokens, dtype_code, _NO_LIMIT)
-        message = self._layout.message(header, self._words(fault))
-        matrix_PX = self._transport.exchange_counts(message, f"combine of {self.name}")
-        raise_reported(self, self._to_host(matrix_PX), fault, recorded=False)
-
-    def _header(self, operation: Operation, sequence: int, *words: int) -> Tensor:
-        word = operation.word(self.ordinal)
-        if self.config.mode == "eager":
-            return self._layout.header(word, sequence, *words).to(self.device, non_blocking=True)
-        # Constant from call to call, so that a captured step copies nothing from the host.
-        key = (operation, self.pair_rows, *words)
-        if key not in self._headers:
-            self._headers[key] = self._layout.header(word, self.pair_rows, *words).to(self.device)
-        return self._headers[key]
-
-    def prepare_capture(self) -> None:
-        """Make what a capture may not make: status words for the budget in force, for all calls seen so far."""
-        for operation, _, num_tokens, dtype_code, _ in list(self._headers):
-            self._header(operation, 0, num_tokens, dtype_code, self.budget_rows)
-
-    def _words(self, fault: Fault | None) -> Tensor:
-        words = (fault or Fault(FaultCode.NONE)).words()
-        return torch.tensor(words, dtype=torch.int32).to(self.device)
 
     def _channel(self, plan: RoutingPlan, sizing: Sizing, dtype: torch.dtype, sequence: int) -> Channel:
         config = self.config
@@ -514,7 +404,6 @@ class Dispatcher:
         if getattr(self, "device", None) == device:
             return
         self.device = device
-        self._headers.clear()
         # Updated in place by every dispatch: not tensors of the inference mode that happens to be on now.
         with torch.inference_mode(False):
             self.record = DispatchRecord(self.ep_size, device)

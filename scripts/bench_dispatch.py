@@ -82,7 +82,7 @@ def rank_main(rank: int, store: str, hidden: int, tokens: int, top_k: int, mode:
     with torch.no_grad():
         good = torch.equal(ours(), x * top_k)
         rows = dispatcher.dispatch(x, idx, weights)
-        pairs = dispatcher._latest.pair_tokens_PP.tolist()
+        pairs = dispatcher.pair_tokens
         if mode == "static":
             pairs = [[dispatcher.pair_rows] * 2] * 2
         send, receive = pairs[rank], [line[rank] for line in pairs]

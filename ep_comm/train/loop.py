@@ -299,7 +299,7 @@ class Trainer:
         if self.env.device.type != "cpu":
             return
         for layer in self.layers:
-            layer.dispatcher._transport = TimedTransport(layer.dispatcher._transport, self.clock)
+            layer.dispatcher.wrap_transport(lambda transport: TimedTransport(transport, self.clock))
         started: list[float] = []
         self.optimizer.register_step_pre_hook(lambda *_: started.append(time.perf_counter()))
         self.optimizer.register_step_post_hook(
