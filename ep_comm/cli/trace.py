@@ -19,9 +19,11 @@ OptInt = Optional[int]  # noqa: UP045
 def trace(
     traces: Annotated[list[Path], typer.Argument(help="Files, folders, or the name that rank files share.")],
     ep_size: Annotated[
-        OptInt, typer.Option("--ep-size", help="Ranks to show the load of [default: the trace's].")
+        OptInt, typer.Option("--ep-size", help="Ranks to show the load of.", show_default="the trace's")
     ] = None,
-    experts: Annotated[OptInt, typer.Option("--experts", help="Experts of a layer [default: from the trace].")] = None,
+    experts: Annotated[
+        OptInt, typer.Option("--experts", help="Experts of a layer.", show_default="from the trace")
+    ] = None,
     keep: Annotated[list[str], typer.Option("--keep", help="Use data with this problem all the same.")] = [],  # noqa: B006
     column: Annotated[list[str], typer.Option("--column", help="Another name of a field, OURS=THEIRS.")] = [],  # noqa: B006
     json: Annotated[OptPath, typer.Option("--json", help="Write the facts for programs; - is standard output.")] = None,

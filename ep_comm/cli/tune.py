@@ -31,7 +31,7 @@ def tune(
     traces: Annotated[list[Path], typer.Argument(help="Files, folders, or the name that rank files share.")],
     ep_size: Annotated[list[int], _option("--ep-size", "Ranks of an EP group; may be given several times.", _TARGET)],
     tokens_per_rank: Annotated[
-        OptInt, _option("--tokens-per-rank", "Tokens a rank dispatches at once [default: the trace's].", _TARGET)
+        OptInt, _option("--tokens-per-rank", "Tokens a rank dispatches at once.", _TARGET, show_default="the trace's")
     ] = None,
     hidden: Annotated[int, _option("--hidden", "Elements of a token row.", _TARGET)] = 4096,
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _TARGET)] = 16,
@@ -40,7 +40,9 @@ def tune(
         str, _option("--placement", "contiguous, round-robin, or a JSON file with the rank of each expert.", _TARGET)
     ] = "contiguous",
     steps: Annotated[int, _option("--steps", "Steps of a run.", _TARGET)] = 10_000,
-    experts: Annotated[OptInt, _option("--experts", "Experts of a layer [default: from the trace].", _TARGET)] = None,
+    experts: Annotated[
+        OptInt, _option("--experts", "Experts of a layer.", _TARGET, show_default="from the trace")
+    ] = None,
     top_k: Annotated[OptInt, _option("--top-k", "Experts a token, where the trace holds only counts.", _TARGET)] = None,
     transport: Annotated[
         str, _option("--transport", "auto or collective tune pair_rows too; symmetric has none.", _TARGET)
@@ -52,7 +54,9 @@ def tune(
         OptFloat, _option("--replays-per-1000", "Most replays in a thousand steps.", _LIMITS)
     ] = None,
     step_ms: Annotated[float, _option("--step-ms", "Time of a training step.", _LIMITS)] = 1000.0,
-    replay_ms: Annotated[OptFloat, _option("--replay-ms", "What a replay adds [default: --step-ms].", _LIMITS)] = None,
+    replay_ms: Annotated[
+        OptFloat, _option("--replay-ms", "What a replay adds.", _LIMITS, show_default="--step-ms")
+    ] = None,
     memory_gbps: Annotated[
         float, _option("--memory-gbps", "Memory bandwidth in GB/s: what padding rows cost.", _LIMITS)
     ] = 3000.0,
@@ -68,7 +72,7 @@ def tune(
         int, _option("--document-tokens", "Tokens of a document, for counts of whole corpora.", _MODEL)
     ] = 2048,
     concentration: Annotated[
-        OptFloat, _option("--concentration", "How alike documents of a corpus are [default: estimated].", _MODEL)
+        OptFloat, _option("--concentration", "How alike documents of a corpus are.", _MODEL, show_default="estimated")
     ] = None,
     holdout_share: Annotated[
         float, _option("--fit-share", "Part of the steps that the hold-out check fits.", _MODEL)

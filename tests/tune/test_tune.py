@@ -15,6 +15,7 @@ from rich.console import Console
 import ep_comm.tune.optional as optional
 from ep_comm import ConfigError, Dispatcher, EPConfig, StepRunner
 from ep_comm.cli.main import run as run_cli
+from ep_comm.train.options import TrainOptions, parse_budget
 from ep_comm.tune import BudgetFile, LayerChoice, TuneError, load_budgets
 from ep_comm.tune.budgets import Rate
 from ep_comm.tune.drift import find_drift
@@ -191,7 +192,8 @@ def test_budget_file_loads_into_config_and_runner(tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.a, model.b = torch.nn.Module(), torch.nn.Module()
     model.a.dispatcher, model.b.dispatcher = Dispatcher(CONFIG), Dispatcher(CONFIG)
-    runner = StepRunner(lambda _: None, model=model, optimizer=[])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    runner = StepRunner(lambda _: None, model=model, optimizer=optimizer)
     runner.load_state_dict(loaded.runner_state(["a", "b"]))
     assert (model.a.dispatcher.budget_rows, model.b.dispatcher.budget_rows) == (32, 48)
 
@@ -332,3 +334,16 @@ def test_recommendation_needs_no_pairs(result: TuneResult) -> None:
 def test_trace_error_is_documented() -> None:
     with pytest.raises(TuneError, match="no routing trace"):
         tune(TuneRequest([Path("/nowhere/x.jsonl")], TARGET))
+
+
+def test_train_refuses_what_is_no_budget(tmp_path: Path) -> None:
+    assert parse_budget(None) is None
+    assert parse_budget("48") == 48
+    with pytest.raises(ConfigError, match="--budget must be a number of rows or a budget.json"):
+        parse_budget("many")
+    path = tmp_path / "budget.json"
+    FILE.save(path)
+    with pytest.raises(ConfigError, match="--budget: the budgets are for num_experts=4"):
+        TrainOptions(budget=parse_budget(str(path)))
+    with pytest.raises(ConfigError, match="not both"):
+        TrainOptions(budget=parse_budget(str(path)), capacity_factor=1.0)
