@@ -75,7 +75,7 @@ class StaticBudget:
     """
 
     def __init__(self, config: EPConfig, ep_size: int) -> None:
-        ceiling = config.worst_case_rows(ep_size)
+        ceiling = min(config.worst_case_rows(ep_size), (2**31 - 1) // config.alignment * config.alignment)
         if config.max_budget_rows is not None:
             # Requirements are multiples of the alignment, so rounding the ceiling down loses nothing.
             ceiling = min(ceiling, config.max_budget_rows // config.alignment * config.alignment)

@@ -11,6 +11,8 @@ from .errors import ConfigError
 __all__ = ["EPConfig", "round_up", "worst_case_rows"]
 
 MXFP8_BLOCK = 32
+_MAX_ALIGNMENT = 1 << 16
+_MAX_ROWS = 1 << 31  # rows travel as int32
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -99,6 +101,8 @@ class EPConfig:
         self._check_choices()
         for name in ("num_experts", "top_k", "hidden_size", "max_tokens_per_rank", "alignment"):
             self._check_positive_int(name)
+        if self.alignment > _MAX_ALIGNMENT:
+            raise ConfigError(f"alignment must be an integer from 1 to {_MAX_ALIGNMENT}, got {self.alignment}")
         for name in ("budget_rows", "max_budget_rows", "pair_rows", "num_sms"):
             if getattr(self, name) is not None:
                 self._check_positive_int(name)
@@ -114,6 +118,11 @@ class EPConfig:
             raise ConfigError(
                 f"hidden_size must be a multiple of {MXFP8_BLOCK} where MXFP8 is used, "
                 f"got hidden_size={self.hidden_size}"
+            )
+        if self.initial_budget_rows() >= _MAX_ROWS:
+            raise ConfigError(
+                f"budget_rows or capacity_factor ask for {self.initial_budget_rows():.3g} rows; at most 2**31 - 1 are "
+                f"possible"
             )
         if self.recv_format == "mxfp8" and self.dispatch_forward_dtype != "mxfp8":
             raise ConfigError(

@@ -276,10 +276,13 @@ class Dispatcher:
 
         Raises:
             BudgetExceededError: more rows than ``max_budget_rows`` are asked for, or were required on any rank.
+            ConfigError: ``rows`` is no whole number.
             EPError: in eager mode, which has no budget.
         """
         if self.budget is None:
             raise EPError(f"rank {self.rank}: grow() needs mode='static'; eager mode has no budget")
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
+            raise ConfigError(f"rank {self.rank}: rows must be an integer of 0 or more, got {rows!r}")
         limit, pairs = self.budget.rows, self.budget.pairs
         required_P = self.required_rows_per_rank if self.overflowed else [0]
         most = max(required_P)

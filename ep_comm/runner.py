@@ -314,13 +314,7 @@ class StepRunner:
                 required = max(demand.required_rows)
                 where = demand.required_rows.index(required)
                 raise dispatcher.budget.exceeded(self._name(dispatcher), where, required)
-        raise BudgetExceededError(
-            "the budget was exceeded on another data-parallel replica, whose ranks say where",
-            layer="",
-            rank=-1,
-            required_rows=0,
-            allowed_rows=0,
-        )
+        raise _exceeded_elsewhere()
 
     def _count_overflows(self, verdict: Verdict) -> None:
         for dispatcher, demand in verdict.demands:
@@ -343,10 +337,12 @@ class StepRunner:
             (d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands if not d.drops
         ]
         total = sum(more for _, _, more in growth)
-        device = verdict.demands[0][0].device if verdict.demands else torch.device("cpu")
+        device = verdict.demands[0][0].device if verdict.demands else _device_of(self._group)
         short = torch.tensor(int(total > free_memory(device)), dtype=torch.int32, device=device)
         if self._group is not None and dist.get_world_size(self._group) > 1:
             dist.all_reduce(short, op=dist.ReduceOp.MAX, group=self._group)
+        if bool(short) and not growth:
+            raise _exceeded_elsewhere()
         if bool(short):
             dispatcher, demand, _ = max(growth, key=lambda entry: entry[2])
             required = max(demand.required_rows)
@@ -389,7 +385,17 @@ def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
     }
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if "nccl" in dist.get_backend_config(group):
+def _exceeded_elsewhere() -> BudgetExceededError:
+    return BudgetExceededError(
+        "the budget was exceeded on other ranks, which say where",
+        layer="",
+        rank=-1,
+        required_rows=0,
+        allowed_rows=0,
+    )
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    if group is not None and "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_comm import ConfigError, EPConfig
+from ep_comm import ConfigError, Dispatcher, EPConfig
 from ep_comm.budget import Limit, StaticBudget, bucket_rows
 from ep_comm.config import round_up
 from ep_comm.ledger import Demand
@@ -90,9 +90,19 @@ def test_initial_budgets() -> None:
         ({"num_sms": 0}, "num_sms"),
         ({"zero_tail": 1}, "zero_tail"),
         ({"overflow": "ignore"}, "overflow"),
+        ({"alignment": 2**17}, "alignment.*65536"),
+        ({"capacity_factor": 1e300}, "capacity_factor.*rows"),
+        ({"budget_rows": 2**31 - 1}, "budget_rows.*rows"),
+        ({"timeout_seconds": 0}, "timeout_seconds"),
     ],
 )
 def test_bad_configurations_name_the_field(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         config(**changes)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("rows", [-5, 1.5, "x", True])
+def test_grow_takes_whole_numbers(rows: object) -> None:
+    with Dispatcher(config()) as dispatcher, pytest.raises(ConfigError, match="rows must be an integer"):
+        dispatcher.grow(rows)

@@ -153,3 +153,20 @@ def test_inference_mode_leaves_nothing_behind(world_size: int) -> None:
 
 def test_errors_are_what_they_say() -> None:
     assert issubclass(ConfigError, ValueError) and issubclass(HandleError, EPError)
+
+
+def under_ddp(rank: int, world_size: int) -> tuple[float, bool]:
+    config = EPConfig(num_experts=4, top_k=2, hidden_size=32, max_tokens_per_rank=8)
+    layer = ep_comm.MoELayer(32, 16, 4, 2, config, seed=5)
+    own = [p.detach().clone() for p in layer.experts.parameters()]
+    ep_comm.moe.ignore_experts_in_ddp(layer)
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    make = torch.Generator().manual_seed(rank)
+    model(torch.randn(6, 32, generator=make)).square().sum().backward()
+    kept = all(torch.equal(a, b) for a, b in zip(own, layer.experts.parameters(), strict=True))
+    return float(layer.router.weight.grad.sum()), kept
+
+
+def test_ddp_leaves_the_experts_alone() -> None:
+    (first, kept), (second, also_kept) = run_ranks(under_ddp, 2)
+    assert first == second != 0.0 and kept and also_kept

@@ -143,6 +143,11 @@ def _on_own_ranks(options: object, ranks: int | None) -> int:
     if count < 1:
         raise ConfigError(f"--ranks must be at least 1, got {count}")
     options.check_world_size(count)
+    if options.data is not None:
+        # Before any rank is started: they would all say so, some while others are still joining.
+        from ..train.data import load_corpus
+
+        load_corpus(options.data, options.sequence_length, options.seed, options.max_bytes)
     if count == 1:
         return _on_this_rank(options)
     return launch_ranks(count, sys.argv[1:])

@@ -21,7 +21,7 @@ from ..errors import ArgumentError, ConfigError
 from .init import resolve_seed, seeded_generator, uniform_fan_in_
 from .precision import autocast_dtype
 
-__all__ = ["GroupedExperts", "SharedExpert", "check_row_bytes"]
+__all__ = ["GroupedExperts", "SharedExpert", "check_row_bytes", "ignore_experts_in_ddp"]
 
 # torch.nn.functional.grouped_mm wants rows of whole 16-byte units, on every device.
 ROW_BYTES = 16
@@ -264,3 +264,13 @@ def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be an integer above 0, got {value!r}")
+
+
+def ignore_experts_in_ddp(model: nn.Module) -> None:
+    """Keep ``DistributedDataParallel`` away from the experts of ``model``; call it before wrapping the model.
+
+    DDP would copy rank 0's experts over those of the other ranks and average gradients of different experts.
+    The experts' parameters (``ep_expert = True``) are excluded; everything else is reduced as usual.
+    """
+    names = [name for name, parameter in model.named_parameters() if getattr(parameter, "ep_expert", False)]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

@@ -160,20 +160,26 @@ class TrainOptions:
             # The mean load. Routing is never perfectly even, so a run starts with overflows and shows
             # what becomes of them; the budgets then settle where they are needed.
             factor = 1.0
-        return EPConfig(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            hidden_size=self.hidden_size,
-            max_tokens_per_rank=self.batch_size * self.sequence_length,
-            mode=mode or self.mode,
-            capacity_factor=factor,
-            budget_rows=self.budget if isinstance(self.budget, int) else None,
-            max_budget_rows=self.max_budget,
-            alignment=self.alignment,
-            dispatch_forward_dtype=self.dispatch_dtype,
-            combine_backward_dtype=self.grad_dtype,
-            transport=self.transport,
-        )
+        try:
+            return EPConfig(
+                num_experts=self.num_experts,
+                top_k=self.top_k,
+                hidden_size=self.hidden_size,
+                max_tokens_per_rank=self.batch_size * self.sequence_length,
+                mode=mode or self.mode,
+                capacity_factor=factor,
+                budget_rows=self.budget if isinstance(self.budget, int) else None,
+                max_budget_rows=self.max_budget,
+                alignment=self.alignment,
+                dispatch_forward_dtype=self.dispatch_dtype,
+                combine_backward_dtype=self.grad_dtype,
+                transport=self.transport,
+            )
+        except ConfigError as error:
+            # In the words of the command line.
+            names = "|".join(sorted(_CONFIG_FLAGS, key=len, reverse=True))
+            text = re.sub(rf"\b({names})\b", lambda match: _CONFIG_FLAGS[match[1]], str(error))
+            raise ConfigError(text) from None
 
     def layer_config(self, layer: int, ep_size: int | None = None, mode: str | None = None) -> EPConfig:
         """The configuration of one MoE layer, from 0; its budget is its own where a budget.json gives one.
@@ -221,6 +227,21 @@ _FLAGS = {
     "learning_rate": "--lr", "num_experts": "--experts", "sequence_length": "--sequence-length",
     "validation_batches": "--validation-batches",
 }  # fmt: skip
+
+
+_CONFIG_FLAGS = {
+    "num_experts": "--experts",
+    "top_k": "--top-k",
+    "hidden_size": "--hidden-size",
+    "mode": "--mode",
+    "capacity_factor": "--capacity-factor",
+    "budget_rows": "--budget",
+    "max_budget_rows": "--max-budget",
+    "alignment": "--alignment",
+    "dispatch_forward_dtype": "--dispatch-dtype",
+    "combine_backward_dtype": "--grad-dtype",
+    "transport": "--transport",
+}
 
 
 def _flag(name: str) -> str:
