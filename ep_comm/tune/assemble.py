@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from ..errors import ConfigError
-from .pieces import Piece, PieceMaker
+from .pieces import Piece, PieceMaker, token_counts
 from .placement import make_placement
 from .problems import ProblemLog, TuneError
 from .readers.files import TraceFiles
@@ -289,8 +289,6 @@ def _merge_steps(
 
 def record_counts(record: Record, num_experts: int) -> np.ndarray:
     """int64 ``[E]``: (token, slot) pairs of each expert in one record."""
-    from .pieces import token_counts
-
     if record.idx_TK is not None:
         return token_counts(record.idx_TK, num_experts)
     return np.pad(record.counts_E, (0, max(0, num_experts - record.counts_E.size)))[:num_experts]

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from .drift import Drift, find_drift
+from .optional import scipy_stats
 from .sample import Sample
 from .tail import Interval, TailFit, block_weights, correlation_length, fit_tail, tail_share
 
@@ -176,8 +177,6 @@ class RiskModel:
         A budget put right above a column's largest demand has been overflowed by a future step about as often as
         one put below it, once: one more overflow is counted for each column.
         """
-        from .optional import scipy_stats
-
         steps = self.num_steps / self.correlation
         seen = observed * steps + columns
         return 1.0 if seen >= steps else float(scipy_stats().beta.ppf(0.975, seen + 1, steps - seen))
@@ -220,8 +219,6 @@ class RiskModel:
 
     def _widening(self) -> float:
         """Student's factor for the number of independent blocks, times a constant found by calibration."""
-        from .optional import scipy_stats
-
         blocks = max(5.0, self.num_steps / (3 * self.correlation))
         return _WIDENING * float(scipy_stats().t.ppf(0.975, blocks - 1)) / 1.96
 

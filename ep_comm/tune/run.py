@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +172,7 @@ def _answer(
         raise ConfigError(f"tuning needs at least 2 complete steps, the trace has {sample.num_steps} for this target")
     pairs = request.pairs and request.target.ep_size > 1
     if pairs != request.pairs:
-        request = _without_pairs(request)
+        request = replace(request, pairs=False)
     limits = {"max_memory": request.max_memory, "replays_per_1000": request.replays_per_1000}
     model = RiskModel(Columns.of(sample, pairs=pairs), request.seed)
     choice = recommend(sample, request.target, model, request.costs, **limits)
@@ -206,12 +206,6 @@ def _answer(
         checked,
         warnings,
     )
-
-
-def _without_pairs(request: TuneRequest) -> TuneRequest:
-    from dataclasses import replace
-
-    return replace(request, pairs=False)
 
 
 def _layer_risks(model: RiskModel, budgets_J: np.ndarray, layers: int) -> list[Interval]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from ..config import worst_case_rows
 from ..plan import required_rows
 from .placement import Placement
 
@@ -54,8 +55,6 @@ class Sample:
     @property
     def worst_case_rows(self) -> int:
         """The most rows any routing can need on one rank."""
-        from ..config import worst_case_rows
-
         pairs = self.ep_size * self.tokens_per_rank * self.top_k
         return worst_case_rows(pairs, self.num_experts // self.ep_size, self.alignment)
 
