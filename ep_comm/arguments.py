@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["check_combine", "check_dispatch"]
 
 
-def check_dispatch(
-    dispatcher: Dispatcher, tokens: Any, topk_idx: Any, topk_weights: Any
-) -> Fault | None:
+def check_dispatch(dispatcher: Dispatcher, tokens: Any, topk_idx: Any, topk_weights: Any) -> Fault | None:
     """The first thing that is wrong with the arguments of a dispatch, as far as the host can see."""
     config = dispatcher.config
     if dispatcher.closed:

@@ -98,9 +98,7 @@ class StaticBudget:
         self.rows.peak = max(self.rows.peak, *demand.required_rows)
         self.pairs.peak = max(self.pairs.peak, demand.pair_tokens)
 
-    def exceeded(
-        self, layer: str, rank: int, required: int, *, memory: int | None = None
-    ) -> BudgetExceededError:
+    def exceeded(self, layer: str, rank: int, required: int, *, memory: int | None = None) -> BudgetExceededError:
         """The error for a demand above the ceiling, or for ``memory`` bytes that are not free."""
         if memory is None:
             why = f"allowed are {self.rows.ceiling} (max_budget_rows, or the worst case of any routing)"

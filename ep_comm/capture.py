@@ -116,6 +116,8 @@ class GraphCache:
         self._seen: dict[Hashable, int] = {}
         self._pool: Any = None
         self._given_up = False
+        self._numbers: list[dict[str, Any]] | None = None
+        self._numbers_change = False
         self.stream = torch.cuda.Stream()
         """Steps run on it, captured or not: autograd remembers the stream on which a gradient is accumulated,
         and a capture must not meet another one."""
@@ -150,7 +152,8 @@ class GraphCache:
         if ledger.eager:
             return self._give_up(EPError("a dispatcher in eager mode takes part; use mode='static' everywhere"))
         batch_key = _batch_signature(batch)
-        key = (batch_key, tuple((d.ordinal, d.budget_rows, d.pair_rows) for d in ledger.dispatchers))
+        updates = self._can_update()
+        key = (batch_key, tuple((d.ordinal, d.budget_rows, d.pair_rows) for d in ledger.dispatchers), updates)
         captured = self._graphs.get(key)
         if captured is None:
             if self._seen.get(batch_key, 0) < _WARM_UP:
@@ -158,7 +161,7 @@ class GraphCache:
             for dispatcher in ledger.dispatchers:
                 dispatcher.prepare_capture()
             try:
-                captured = self._capture(batch, group)
+                captured = self._capture(batch, group, updates)
             except Exception as error:
                 return self._give_up(error)
             self._graphs[key] = captured
@@ -168,7 +171,22 @@ class GraphCache:
         self.replays += 1
         return captured
 
-    def _capture(self, batch: Any, group: dist.ProcessGroup | None) -> CapturedStep:
+    def _can_update(self) -> bool:
+        """Whether the optimizer step belongs into the graph, which would keep plain numbers for ever.
+
+        Not any more once a scheduler has changed one, a learning rate that is no tensor, say.
+        """
+        numbers = [
+            {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, tuple))}
+            for optimizer in self._optimizers
+            for settings in optimizer.param_groups
+        ]
+        if self._numbers is not None and numbers != self._numbers:
+            self._numbers_change = True
+        self._numbers = numbers
+        return not self._numbers_change and optimizers_can_skip(self._optimizers)
+
+    def _capture(self, batch: Any, group: dist.ProcessGroup | None, updates: bool) -> CapturedStep:
         leaves, spec = tree_flatten(batch)
         device = torch.device("cuda", torch.cuda.current_device())
         static = [
@@ -179,7 +197,6 @@ class GraphCache:
         self._zero_grad()
         graph = torch.cuda.CUDAGraph()
         ledger = StepLedger(exact=False)
-        updates = optimizers_can_skip(self._optimizers)
         with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             with ledger.open():
                 result = self._step_fn(tree_unflatten(static, spec))

@@ -109,9 +109,7 @@ class Combine(torch.autograd.Function):
     """``(expert_output [R,H], weights [R]) -> [T,H]``, multiplying by the weights where asked."""
 
     @staticmethod
-    def forward(
-        ctx: Any, output_RH: Tensor, weights_R: Tensor, channel: Channel, apply_weights: bool
-    ) -> Tensor:
+    def forward(ctx: Any, output_RH: Tensor, weights_R: Tensor, channel: Channel, apply_weights: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.channel = channel
         ctx.apply_weights = apply_weights

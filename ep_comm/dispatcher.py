@@ -52,9 +52,7 @@ class Dispatcher:
         ConfigError: on all ranks, if the configurations differ or do not suit the group.
     """
 
-    def __init__(
-        self, config: EPConfig, group: dist.ProcessGroup | None = None, *, name: str | None = None
-    ) -> None:
+    def __init__(self, config: EPConfig, group: dist.ProcessGroup | None = None, *, name: str | None = None) -> None:
         if not isinstance(config, EPConfig):
             raise ConfigError(f"config must be an ep_comm.EPConfig, got {type(config).__name__}")
         if group is None and dist.is_initialized():

@@ -58,9 +58,7 @@ class BudgetExceededError(EPError):
         allowed_rows: the ceiling in force.
     """
 
-    def __init__(
-        self, message: str, *, layer: str, rank: int, required_rows: int, allowed_rows: int
-    ) -> None:
+    def __init__(self, message: str, *, layer: str, rank: int, required_rows: int, allowed_rows: int) -> None:
         super().__init__(message)
         self.layer = layer
         self.rank = rank

@@ -38,7 +38,6 @@ class DispatchHandle:
     sequence: int = field(repr=False)
     channel: Channel = field(repr=False)
 
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
         return self
 

@@ -55,7 +55,7 @@ class Verdict:
 
     Attributes:
         overflow: somewhere a budget was too small, and the rows are not dropped by choice.
-        failed: somewhere routing was invalid.
+        failed: somewhere routing was invalid, or a kernel gave up waiting for a peer.
         demands: of this rank's dispatchers.
     """
 
@@ -158,11 +158,13 @@ class StepLedger:
         counting = [words[_OVERFLOW] * (not d.drops) for words, d in zip(records, self.dispatchers, strict=True)]
         overflow = torch.stack(counting).amax()
         failed = torch.stack([words[_FAULT_RANK] for words in records]).amax() >= 0
+        statuses = [status.long() for d in self.dispatchers if (status := d.device_status()) is not None]
+        for status in statuses:
+            failed = failed | (status[0] != 0)
         flags = torch.stack([overflow, failed.to(overflow.dtype)])
         if group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        statuses = [dispatcher.device_status() for dispatcher in self.dispatchers]
-        return torch.cat([flags, *records, *(status.long() for status in statuses if status is not None)])
+        return torch.cat([flags, *records, *statuses])
 
     def parse(self, words: list[int]) -> Verdict:
         """Interpret :meth:`device_words` on the host.

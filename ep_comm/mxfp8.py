@@ -146,9 +146,7 @@ def quantize_mxfp8(x: Tensor, rounding: str = "rceil", out: MXFP8Tensor | None =
 
 
 @torch.no_grad()
-def dequantize_mxfp8(
-    q: MXFP8Tensor, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
-) -> Tensor:
+def dequantize_mxfp8(q: MXFP8Tensor, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """Decode: element times scale, exact in FP32, then rounded once to ``dtype``.
 
     A NaN element and every element of a block with scale byte 0xFF give NaN. What is too large for
@@ -202,8 +200,7 @@ def pack_mxfp8(x: Tensor, rounding: str, out_NW: Tensor, offset: int = 0) -> Non
     """
     if x.dim() != 2 or out_NW.dim() != 2 or x.shape[0] != out_NW.shape[0]:
         raise ArgumentError(
-            f"x and out_NW must be [N, H] and [N, W] with the same N, got {list(x.shape)} "
-            f"and {list(out_NW.shape)}"
+            f"x and out_NW must be [N, H] and [N, W] with the same N, got {list(x.shape)} and {list(out_NW.shape)}"
         )
     hidden_size = x.shape[1]
     q = unpack_mxfp8(out_NW, hidden_size, offset)
@@ -254,9 +251,7 @@ def _blocks_per_row(hidden_size: int, name: str) -> int:
     return hidden_size // MXFP8_BLOCK
 
 
-def _check_like(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
+def _check_like(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device != device:
         raise ArgumentError(
             f"{name} must be {dtype} {list(shape)} on {device}, got "

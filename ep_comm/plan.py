@@ -138,9 +138,7 @@ class CountMatrix:
         self.ep_size = ep_size
         self.width = HEADER_WORDS + ep_size + config.num_experts
 
-    def header(
-        self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int
-    ) -> Tensor:
+    def header(self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int) -> Tensor:
         """The status words before the fault, int32 ``[5]`` on the host; see :mod:`ep_comm.status`."""
         words = [operation, agreed % 2**31, num_tokens, dtype_code, budget_rows]
         return torch.tensor(words, dtype=torch.int32)

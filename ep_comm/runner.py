@@ -116,9 +116,7 @@ class StepRunner:
         self._snapshot = StateSnapshot(model, stepped, extra_state)
         self._graphs: GraphCache | None = None
         if capture != "never" and torch.cuda.is_available():
-            self._graphs = GraphCache(
-                step_fn, self._optimizers, self._zero_grad, required=capture == "always"
-            )
+            self._graphs = GraphCache(step_fn, self._optimizers, self._zero_grad, required=capture == "always")
         self._latest: StepLedger | None = None
         self._seen: list[Dispatcher] = []
         self._pending: dict[str, dict[str, Any]] = {}
@@ -376,13 +374,22 @@ def _no_step_inside(*_: Any) -> None:
 
 
 def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
-    """Every dispatcher that is an attribute of a module of the model, by the module's path."""
-    return {
-        path or type(module).__name__: value
-        for path, module in model.named_modules()
-        for value in vars(module).values()
-        if isinstance(value, Dispatcher)
-    }
+    """Every dispatcher that a module of the model holds, alone or in a list, tuple or dict.
+
+    Named by the module's path, and by the attribute as well where a module holds several.
+    """
+    named: dict[str, Dispatcher] = {}
+    for path, module in model.named_modules():
+        held: list[tuple[str, Dispatcher]] = []
+        for attribute, value in vars(module).items():
+            items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+            items = value.items() if isinstance(value, dict) else items
+            held += [(f"{attribute}.{key}", item) for key, item in items if isinstance(item, Dispatcher)]
+            if isinstance(value, Dispatcher):
+                held.append((attribute, value))
+        owner = path or type(module).__name__
+        named |= {owner if len(held) == 1 else f"{owner}.{attribute}": dispatcher for attribute, dispatcher in held}
+    return named
 
 
 def _exceeded_elsewhere() -> BudgetExceededError:

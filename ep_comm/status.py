@@ -191,9 +191,7 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
     shapes = {
         FaultCode.TOKENS_SHAPE: f"tokens must have shape [T, hidden_size={hidden}], got {shape}",
         FaultCode.IDX_SHAPE: f"topk_idx must have shape [T, top_k={top_k}] with the T of tokens, got {shape}",
-        FaultCode.WEIGHTS_SHAPE: (
-            f"topk_weights must have shape [T, top_k={top_k}] with the T of tokens, got {shape}"
-        ),
+        FaultCode.WEIGHTS_SHAPE: (f"topk_weights must have shape [T, top_k={top_k}] with the T of tokens, got {shape}"),
         FaultCode.OUTPUT_SHAPE: (
             f"expert_output must have the shape of the dispatched rows, [{v[3]}, {hidden}], got {shape}"
         ),

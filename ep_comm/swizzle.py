@@ -50,9 +50,7 @@ def swizzle_scales(scales_RS: Tensor, expert_offsets: Tensor | None = None) -> T
 
 
 @torch.no_grad()
-def unswizzle_scales(
-    swizzled: Tensor, num_rows: int, num_cols: int, expert_offsets: Tensor | None = None
-) -> Tensor:
+def unswizzle_scales(swizzled: Tensor, num_rows: int, num_cols: int, expert_offsets: Tensor | None = None) -> Tensor:
     """Undo :func:`swizzle_scales`: uint8 ``[num_rows, num_cols]``; rows outside all segments are zero.
 
     Raises:
@@ -63,8 +61,7 @@ def unswizzle_scales(
     shape = _swizzled_shape(num_rows, num_cols, expert_offsets)
     if tuple(swizzled.shape) != shape:
         raise ArgumentError(
-            f"swizzled must be {list(shape)} for {num_rows} rows of {num_cols} scales, "
-            f"got {list(swizzled.shape)}"
+            f"swizzled must be {list(shape)} for {num_rows} rows of {num_cols} scales, got {list(swizzled.shape)}"
         )
     padded_rows, padded_cols = shape
     tiles = swizzled.reshape(padded_rows // TILE_ROWS, padded_cols // TILE_COLS, 32, 4, TILE_COLS)
@@ -78,9 +75,7 @@ def unswizzle_scales(
 
 def _check_scale_matrix(name: str, scales: Tensor) -> None:
     if scales.dtype != torch.uint8 or scales.dim() != 2:
-        raise ArgumentError(
-            f"{name} must be uint8 with two dimensions, got {scales.dtype} {list(scales.shape)}"
-        )
+        raise ArgumentError(f"{name} must be uint8 with two dimensions, got {scales.dtype} {list(scales.shape)}")
 
 
 def _swizzled_shape(num_rows: int, num_cols: int, expert_offsets: Tensor | None) -> tuple[int, int]:

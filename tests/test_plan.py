@@ -33,15 +33,11 @@ def plans(
 
 
 def config(num_experts: int, top_k: int, alignment: int) -> EPConfig:
-    return EPConfig(
-        num_experts=num_experts, top_k=top_k, hidden_size=8, max_tokens_per_rank=64, alignment=alignment
-    )
+    return EPConfig(num_experts=num_experts, top_k=top_k, hidden_size=8, max_tokens_per_rank=64, alignment=alignment)
 
 
 def test_two_ranks_by_hand() -> None:
-    first, second = plans(
-        [torch.tensor([[0, 3], [3, -1]]), torch.tensor([[3, 0], [2, 2]])], config(4, 2, alignment=4)
-    )
+    first, second = plans([torch.tensor([[0, 3], [3, -1]]), torch.tensor([[3, 0], [2, 2]])], config(4, 2, alignment=4))
     # Rank 0 owns experts 0 and 1, rank 1 owns 2 and 3.
     assert first.tokens_per_expert_L.tolist() == [2, 0]
     assert second.tokens_per_expert_L.tolist() == [2, 3]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ep_comm.runner
 from ep_comm import (
     BudgetExceededError,
     ConfigError,
@@ -179,8 +180,6 @@ def test_memory_that_is_not_there() -> None:
 
 
 def grow_without_memory(rank: int, world_size: int) -> str:
-    import ep_comm.runner
-
     model = Model(config("static", budget_rows=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = StepRunner(step_fn(model), model=model, optimizer=optimizer)
@@ -278,7 +277,7 @@ def two_replicas(rank: int, world_size: int) -> int:
 def test_ceiling_of_one_replica_stops_all() -> None:
     results = run_ranks(one_replica_exceeds, 4)
     assert all("BudgetExceededError" in text for text in results)
-    assert "another" in results[0] and "rank" in results[3]
+    assert "on other ranks" in results[0] and "layers.0: rank" in results[3]
 
 
 def one_replica_exceeds(rank: int, world_size: int) -> str:
@@ -433,3 +432,13 @@ def test_runners_do_not_nest() -> None:
     with pytest.raises(EPError, match="another StepRunner"):
         outer(torch.ones(3, 2))
     inner(torch.ones(3, 2))
+
+
+def test_dispatchers_are_named_by_where_they_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    made = [Dispatcher(config("static")) for _ in range(5)]
+    model[0].only = made[0]
+    model[1].first, model[1].pair, model[1].by_name = made[1], [made[2], made[3]], {"x": made[4]}
+    names = ["0", "1.first", "1.pair.0", "1.pair.1", "1.by_name.x"]
+    found = ep_comm.runner._named_dispatchers(model)
+    assert list(found) == names and all(found[n] is d for n, d in zip(names, made, strict=True))

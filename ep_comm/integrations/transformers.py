@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import EPConfig
-from ..dispatcher import Dispatcher
-from ..errors import ArgumentError, ConfigError
+from ..errors import ConfigError
+from .lazy import LazyDispatcher
 from .optional import require
 from .rows import local_expert_ids
 from .shared_batch import gather_slices, slice_of_rank
@@ -160,12 +160,16 @@ class ExpertExchange:
     ) -> None:
         self.experts = experts
         self.experts_forward = experts_forward
-        self.group = group
         self.shared_group = shared_group
-        self.settings = {"alignment": 1, **(settings or {})}
-        self.name = name
         self.num_local_experts: int = experts.num_experts
-        self.dispatcher: Dispatcher | None = None
+        size = dist.get_world_size(group) if group is not None else 1
+        self.dispatcher = LazyDispatcher(
+            group,
+            self.num_local_experts * size,
+            {"alignment": 1, **(settings or {})},
+            name=name,
+            opened=lambda dispatcher: setattr(experts, "ep_comm_dispatcher", dispatcher),
+        )
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[T, H]`` tokens, ``[T, K]`` global expert ids (-1 = none) and weights -> ``[T, H]`` weighted sums."""
@@ -173,9 +177,9 @@ class ExpertExchange:
         weights = top_k_weights.float()
         if self.shared_group is not None:
             tokens, top_k_index, weights = slice_of_rank(tokens, top_k_index, weights, self.shared_group)
-        rows, dispatcher = self._dispatch(tokens, top_k_index, weights)
+        rows = self.dispatcher.dispatch(tokens, top_k_index, weights)
         output = self._run_experts(rows.tokens, local_expert_ids(rows))
-        y_TH = dispatcher.combine(output, rows.handle, apply_weights=True)
+        y_TH = rows.handle.dispatcher.combine(output, rows.handle, apply_weights=True)
         if self.shared_group is not None:
             y_TH = gather_slices(y_TH, num_tokens, self.shared_group)
         return y_TH.to(hidden_states.dtype)
@@ -197,44 +201,6 @@ class ExpertExchange:
             ids_R = ids_R.new_zeros(1)
         weights_R1 = rows_RH.new_ones(rows_RH.shape[0], 1)
         return self.experts_forward(rows_RH, ids_R.unsqueeze(1), weights_R1)[:num_rows]
-
-    def _dispatch(self, tokens: Tensor, idx: Tensor, weights: Tensor) -> tuple[Any, Dispatcher]:
-        if self.dispatcher is None:
-            self._open(tokens, idx)
-        try:
-            return self.dispatcher.dispatch(tokens, idx, weights), self.dispatcher
-        except ArgumentError:
-            # In eager mode all ranks raise together, so all of them get here.
-            grows = self.dispatcher.config.mode == "eager" and "max_tokens_per_rank" not in self.settings
-            if not grows or self._agreed_tokens(tokens) <= self.dispatcher.config.max_tokens_per_rank:
-                raise
-        self._open(tokens, idx)
-        return self.dispatcher.dispatch(tokens, idx, weights), self.dispatcher
-
-    def _open(self, tokens: Tensor, idx: Tensor) -> None:
-        """Make the dispatcher, or a larger one in its place; handles of the old one stay good."""
-        size = dist.get_world_size(self.group) if self.group is not None else 1
-        fields = {
-            "num_experts": self.num_local_experts * size,
-            "top_k": idx.shape[1],
-            "hidden_size": tokens.shape[1],
-            **self.settings,
-        }
-        if "max_tokens_per_rank" not in fields:
-            most = max(self._agreed_tokens(tokens), 1)
-            eager = fields.get("mode", "eager") == "eager"
-            fields["max_tokens_per_rank"] = 1 << (most - 1).bit_length() if eager else most
-        hooks = self.dispatcher.routing_hooks if self.dispatcher is not None else []
-        self.dispatcher = Dispatcher(EPConfig(**fields), self.group, name=self.name)
-        self.dispatcher.routing_hooks.extend(hooks)
-        self.experts.ep_comm_dispatcher = self.dispatcher
-
-    def _agreed_tokens(self, tokens: Tensor) -> int:
-        """The most tokens that any rank of the group has now."""
-        most = torch.tensor(tokens.shape[0], dtype=torch.int64, device=tokens.device)
-        if self.group is not None and dist.get_world_size(self.group) > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        return int(most)
 
 
 class DispatcherEP(_hf.EPImplementation):

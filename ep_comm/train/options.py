@@ -125,7 +125,9 @@ class TrainOptions:
         if self.resume is not None and not self.resume.is_dir():
             raise ConfigError(f"--resume {self.resume}: no such folder")
         if isinstance(self.budget, BudgetFile) and self.capacity_factor is not None:
-            raise ConfigError(f"give --budget or --capacity-factor, not both: got --capacity-factor {self.capacity_factor}")
+            raise ConfigError(
+                f"give --budget or --capacity-factor, not both: got --capacity-factor {self.capacity_factor}"
+            )
         self.model_config()
         for layer in range(self.layers - self.dense_first):
             self.layer_config(layer)

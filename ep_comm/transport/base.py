@@ -137,7 +137,10 @@ class Transport(ABC):
         """Bytes that one token row takes between two ranks, with its scalars and receiving tables if asked."""
 
     def device_status(self) -> Tensor | None:
-        """int32 words on the device that hold errors of kernels, read together with a step's verdict, or None."""
+        """int32 words on the device that hold errors of kernels, or None; the first is 0 where there is no error.
+
+        They are read together with a step's verdict.
+        """
         return None
 
     def raise_device_error(self, words: list[int]) -> None:  # noqa: B027
