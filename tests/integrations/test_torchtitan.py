@@ -1,0 +1,155 @@
+"""torchtitan's dispatcher interface: the same outputs and gradients as its own all-to-all dispatcher."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_ranks
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("torchtitan") is None:
+        return "needs torchtitan >= 0.3.0: pip install 'torchtitan>=0.3.0'"
+    try:
+        import ep_comm.integrations.torchtitan  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+_WHY = _missing()
+pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 6, 2, 16, 9
+
+
+FACTORY = "ep_comm.integrations.torchtitan.token_dispatcher"
+
+
+def block(local_experts: int, settings: dict[str, Any] | None) -> Any:
+    """torchtitan's routed experts, with the override applied as its command line does unless ``settings`` is None."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    config = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(dim=HIDDEN, hidden_dim=32, num_experts=local_experts),
+        token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K),
+    )
+    if settings is not None:
+        apply_overrides(OverrideConfig(imports=[(FACTORY, settings)]), config)
+    return config.build()
+
+
+def test_override_is_applied() -> None:
+    from ep_comm.integrations.torchtitan import EPCommTokenDispatcher
+
+    dispatcher = block(EXPERTS, {"mode": "static", "capacity_factor": 2.0}).token_dispatcher
+    assert isinstance(dispatcher, EPCommTokenDispatcher)
+    assert (dispatcher.num_experts, dispatcher.top_k) == (EXPERTS, TOP_K)
+
+
+def test_mistakes_are_named() -> None:
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from ep_comm import ConfigError
+    from ep_comm.integrations.torchtitan import token_dispatcher
+
+    theirs = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+    with pytest.raises(ConfigError, match="top_k cannot be given"):
+        token_dispatcher(theirs, top_k=3)
+    with pytest.raises(ConfigError, match="capacity"):
+        token_dispatcher(theirs, capacity=3)
+    with pytest.raises(ConfigError, match="mode must be one of"):
+        token_dispatcher(theirs, mode="fast")
+    with pytest.raises(ConfigError, match="recv_format must be 'bf16'"):
+        token_dispatcher(theirs, recv_format="mxfp8")
+
+
+def test_routed_experts_give_what_they_give_with_their_dispatcher() -> None:
+    """torchtitan's own block, whose experts compute in BF16: to a few units in the last place of BF16."""
+    for theirs, *ours in run_ranks(run_blocks, 2):
+        for got in ours:
+            for tensor, expected in zip(got, theirs, strict=True):
+                torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def run_blocks(rank: int, world_size: int) -> list[list[Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("default")
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",))
+    outcomes = []
+    for settings in (None, {}, {"mode": "static", "capacity_factor": 2.0 * world_size}):
+        experts = block(EXPERTS // world_size, settings)
+        experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        for index, parameter in enumerate(experts.parameters()):
+            make = torch.Generator().manual_seed(10 * rank + index)
+            parameter.data = torch.randn(parameter.shape, generator=make) / 4
+        make = torch.Generator().manual_seed(rank)
+        x = torch.randn(1, TOKENS, HIDDEN, generator=make, requires_grad=True)
+        scores, ids = torch.rand(1, TOKENS, EXPERTS, generator=make).topk(TOP_K)
+        y = experts(x, scores.requires_grad_(), ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
+        (y * torch.randn(y.shape, generator=make)).sum().backward()
+        outcomes.append([y.detach(), x.grad, scores.grad, *(p.grad for p in experts.parameters())])
+    return outcomes
+
+
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_gives_what_their_dispatcher_gives(expert_parallel: bool) -> None:
+    for outcomes in run_ranks(run_each, 2, expert_parallel):
+        expected = outcomes["theirs"]
+        for name, got in outcomes.items():
+            for ours, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def run_each(rank: int, world_size: int, expert_parallel: bool) -> dict[str, list[Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from ep_comm.integrations.torchtitan import token_dispatcher
+
+    set_spmd_backend("default")
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",)) if expert_parallel else None
+    config = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+    static = {"mode": "static", "capacity_factor": 2.0 * world_size}
+    candidates: dict[str, Any] = {
+        "theirs": config.build(),
+        "eager": token_dispatcher(config).build(),
+        "unpadded": token_dispatcher(config, alignment=1).build(),
+        "static": token_dispatcher(config, **static).build(),
+    }
+    outcomes = {}
+    for name, dispatcher in candidates.items():
+        dispatcher.wire_meshes(ep_mesh=mesh)
+        outcomes[name] = one_step(dispatcher, rank, world_size if expert_parallel else 1)
+    return outcomes
+
+
+def one_step(dispatcher: Any, rank: int, ep_size: int) -> list[Tensor]:
+    """Output and gradients of tokens, scores and expert matrices."""
+    make = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=make, requires_grad=True)
+    scores, ids = torch.rand(TOKENS, EXPERTS, generator=make).topk(TOP_K)
+    scores.requires_grad_()
+    all_experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(99))
+    local = EXPERTS // ep_size
+    first = rank * local if ep_size > 1 else 0
+    experts = all_experts[first : first + local].clone().requires_grad_()
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    rows, per_expert, metadata = dispatcher.dispatch(x, scores, ids, counts)
+    parts = rows.split([*per_expert.tolist(), rows.shape[0] - int(per_expert.sum())])
+    output = torch.cat(
+        [*(torch.tanh(part @ expert) for part, expert in zip(parts[:-1], experts, strict=True)), parts[-1]]
+    )
+    y = dispatcher.combine(output, metadata, x)
+    (y * torch.randn(TOKENS, HIDDEN, generator=make)).sum().backward()
+    return [y.detach(), x.grad, scores.grad, experts.grad]
