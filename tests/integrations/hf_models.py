@@ -92,7 +92,15 @@ def distributed_config(layout: str, implementation: str) -> Any:
     return DistributedConfig(ep_size=2, ep_implementation=implementation, **sizes)
 
 
-def load(path: str, layout: str, implementation: str, *, experts: str | None = None, **fields: Any) -> Any:
+def load(
+    path: str,
+    layout: str,
+    implementation: str,
+    *,
+    experts: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> Any:
     """What a user writes; ``experts`` is Transformers' ``experts_implementation``."""
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +109,7 @@ def load(path: str, layout: str, implementation: str, *, experts: str | None = N
     register(**fields)
     more = {} if experts is None else {"experts_implementation": experts}
     return AutoModelForCausalLM.from_pretrained(
-        path, distributed_config=distributed_config(layout, implementation), **more
+        path, distributed_config=distributed_config(layout, implementation), dtype=dtype, **more
     )
 
 
