@@ -41,6 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the program and exit: 0, 1 for a failure, 2 for a bad option, 130 for Ctrl-C."""
     status = run(sys.argv[1:] if argv is None else list(argv))
     sys.stdout.flush()
+    sys.stderr.flush()
+    if status and "RANK" in os.environ:
+        # A rank that failed while others were still talking to it: PyTorch's own threads do not always survive
+        # the end of the interpreter then ("terminate called without an active exception"), and the launcher
+        # would report a crash instead of this status.
+        os._exit(status)
     sys.exit(status)
 
 
