@@ -28,6 +28,7 @@ from .devices import free_memory
 from .dispatcher import Dispatcher
 from .errors import BudgetExceededError, ConfigError, EPError
 from .ledger import Demand, StepLedger, Verdict, current_ledger
+from .naming import named_dispatchers
 from .snapshot import StateSnapshot
 
 __all__ = ["LayerBudget", "StepRunner"]
@@ -207,7 +208,7 @@ class StepRunner:
         if not isinstance(state, dict) or not {"steps", "replays", "layers"} <= state.keys():
             raise ConfigError("state must be what StepRunner.state_dict() returned, with steps, replays and layers")
         self._pending = dict(state["layers"])
-        for dispatcher in _named_dispatchers(self._model).values():
+        for dispatcher in named_dispatchers(self._model).values():
             self._adopt(dispatcher)
         for dispatcher in self._seen:
             self._adopt(dispatcher)
@@ -350,7 +351,7 @@ class StepRunner:
             dispatcher.budget.grow_to(demand, self._headroom)
 
     def _name(self, dispatcher: Dispatcher) -> str:
-        for name, known in _named_dispatchers(self._model).items():
+        for name, known in named_dispatchers(self._model).items():
             if known is dispatcher:
                 return name
         return dispatcher.name
@@ -371,25 +372,6 @@ def _no_step_inside(*_: Any) -> None:
             "optimizer.step() was called inside step_fn: the StepRunner calls it, once the ranks have agreed that the "
             "step is good"
         )
-
-
-def _named_dispatchers(model: nn.Module) -> dict[str, Dispatcher]:
-    """Every dispatcher that a module of the model holds, alone or in a list, tuple or dict.
-
-    Named by the module's path, and by the attribute as well where a module holds several.
-    """
-    named: dict[str, Dispatcher] = {}
-    for path, module in model.named_modules():
-        held: list[tuple[str, Dispatcher]] = []
-        for attribute, value in vars(module).items():
-            items = enumerate(value) if isinstance(value, (list, tuple)) else ()
-            items = value.items() if isinstance(value, dict) else items
-            held += [(f"{attribute}.{key}", item) for key, item in items if isinstance(item, Dispatcher)]
-            if isinstance(value, Dispatcher):
-                held.append((attribute, value))
-        owner = path or type(module).__name__
-        named |= {owner if len(held) == 1 else f"{owner}.{attribute}": dispatcher for attribute, dispatcher in held}
-    return named
 
 
 def _exceeded_elsewhere() -> BudgetExceededError:

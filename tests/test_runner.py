@@ -22,6 +22,7 @@ from ep_comm import (
     RoutingError,
     StepRunner,
 )
+from ep_comm.naming import named_dispatchers
 from ep_comm.snapshot import StateSnapshot
 
 from .harness import run_ranks
@@ -440,5 +441,5 @@ def test_dispatchers_are_named_by_where_they_are() -> None:
     model[0].only = made[0]
     model[1].first, model[1].pair, model[1].by_name = made[1], [made[2], made[3]], {"x": made[4]}
     names = ["0", "1.first", "1.pair.0", "1.pair.1", "1.by_name.x"]
-    found = ep_comm.runner._named_dispatchers(model)
+    found = named_dispatchers(model)
     assert list(found) == names and all(found[n] is d for n, d in zip(names, made, strict=True))
