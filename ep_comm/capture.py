@@ -30,6 +30,7 @@ log = logging.getLogger("ep_comm")
 # Steps of a signature that run uncaptured first: lazy initialisation, and the optimizer's state, must not
 # end up inside a graph.
 _WARM_UP = 2
+_MAX_SIGNATURES = 1000
 
 
 def optimizers_can_skip(optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -135,9 +136,11 @@ class GraphCache:
             captured.graph.reset()
         self._graphs.clear()
 
-    def note_uncaptured(self, batch: Any) -> None:
-        """Count a committed step that ran without a graph towards the warm-up of its batch signature."""
+    def note_committed(self, batch: Any) -> None:
+        """Count a step towards the warm-up of its batch signature, now that the optimizers have their state."""
         key = _batch_signature(batch)
+        if len(self._seen) >= _MAX_SIGNATURES:
+            self._seen.clear()  # a batch that holds the step's number, say, never repeats
         self._seen[key] = self._seen.get(key, 0) + 1
 
     def find(self, batch: Any, ledger: StepLedger | None, group: dist.ProcessGroup | None) -> CapturedStep | None:

@@ -162,6 +162,8 @@ class StepRunner:
         if not updated:
             for optimizer in self._optimizers:
                 optimizer.step()
+            if self._graphs is not None:
+                self._graphs.note_committed(batch)
         for dispatcher, demand in verdict.demands:
             dispatcher.budget.note(demand)
             if dispatcher.drops and demand.overflowed:
@@ -229,10 +231,7 @@ class StepRunner:
             if captured is not None:
                 result = captured.launch(batch)
                 return result, captured.verdict(), captured.updates
-        result, verdict = self._attempt(batch, exact=False)
-        if self._graphs is not None:
-            self._graphs.note_uncaptured(batch)
-        return result, verdict, False
+        return *self._attempt(batch, exact=False), False
 
     def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, Verdict]:
         self._zero_grad()
