@@ -21,7 +21,10 @@ import torch.multiprocessing as mp
 
 from ep_comm.capture import release_graphs
 
-__all__ = ["needs_gpus", "run_gpu_ranks"]
+__all__ = ["RANKS", "needs_gpus", "run_gpu_ranks"]
+
+# How many GPUs the tests of several ranks take: EP_COMM_TEST_GPUS=4 runs them on four.
+RANKS = int(os.environ.get("EP_COMM_TEST_GPUS", "2"))
 
 _GRACE_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ep_comm import EPConfig, EPError, MoELayer, StepRunner, update_expert_biases
 
-from .launch import needs_gpus, run_gpu_ranks
+from .launch import RANKS, needs_gpus, run_gpu_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
@@ -93,11 +93,11 @@ def compare(rank: int, world_size: int, steps: int, transport: str, fused: bool)
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 @pytest.mark.parametrize("fused", [True, False])
-@needs_gpus(2)
+@needs_gpus(RANKS)
 def test_captured_training_equals_eager(transport: str, fused: bool) -> None:
-    results = run_gpu_ranks(compare, 2, 40, transport, fused)
+    results = run_gpu_ranks(compare, RANKS, 40, transport, fused)
     replays, captures, launches = results[0]
-    assert results[0] == results[1]
+    assert len(set(results)) == 1, results
     assert replays >= 2 and captures >= 1 and launches >= 15, results
 
 
@@ -141,9 +141,9 @@ def silent(rank: int, world_size: int, transport: str) -> int:
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
-@needs_gpus(2)
+@needs_gpus(RANKS)
 def test_captured_steps_never_wait_behind_the_scenes(transport: str) -> None:
-    assert run_gpu_ranks(silent, 2, transport) == [6, 6]
+    assert run_gpu_ranks(silent, RANKS, transport) == [6] * RANKS
 
 
 def capture_eager(rank: int, world_size: int) -> str:

@@ -13,7 +13,7 @@ import ep_comm
 from tests import reference, steps
 from tests.test_dispatch_combine import DTYPES, ROUTINGS, Spec
 
-from .launch import needs_gpus, run_gpu_ranks
+from .launch import RANKS, needs_gpus, run_gpu_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
@@ -94,9 +94,9 @@ def run_specs(rank: int, world_size: int, specs: list[Spec], transport: str) -> 
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
-@needs_gpus(2)
-def test_two_gpus_equal_the_reference(transport: str) -> None:
-    for rank, wrong in enumerate(run_gpu_ranks(run_specs, 2, draw_specs(2, 16, seed=1), transport)):
+@needs_gpus(RANKS)
+def test_several_gpus_equal_the_reference(transport: str) -> None:
+    for rank, wrong in enumerate(run_gpu_ranks(run_specs, RANKS, draw_specs(RANKS, 16, seed=1), transport)):
         assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
 
 
@@ -155,9 +155,9 @@ def interleaved(rank: int, world_size: int, transport: str) -> bool:
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
-@needs_gpus(2)
+@needs_gpus(RANKS)
 def test_handles_in_flight(transport: str) -> None:
-    assert run_gpu_ranks(interleaved, 2, transport) == [True, True]
+    assert run_gpu_ranks(interleaved, RANKS, transport) == [True] * RANKS
 
 
 def stop_early(rank: int, world_size: int) -> str:
@@ -185,17 +185,18 @@ def stop_early(rank: int, world_size: int) -> str:
     return "no error"
 
 
-@needs_gpus(2)
+@needs_gpus(RANKS)
 def test_a_peer_that_stops_is_named() -> None:
-    first, second = run_gpu_ranks(stop_early, 2)
-    assert second == "stopped" and "rank 1 did not arrive within timeout_seconds=2.0" in first, first
+    answers = run_gpu_ranks(stop_early, RANKS)
+    assert answers.pop(1) == "stopped"
+    assert all("rank 1 did not arrive within timeout_seconds=2.0" in answer for answer in answers), answers
 
 
-@needs_gpus(2)
+@needs_gpus(RANKS)
 def test_auto_takes_the_network_between_hosts() -> None:
-    names = run_gpu_ranks(transport_name, 2, env={"NCCL_HOSTID": "host{rank}"})
-    assert names == ["collective"] * 2
-    assert run_gpu_ranks(transport_name, 2) == ["symmetric"] * 2
+    names = run_gpu_ranks(transport_name, RANKS, env={"NCCL_HOSTID": "host{rank}"})
+    assert names == ["collective"] * RANKS
+    assert run_gpu_ranks(transport_name, RANKS) == ["symmetric"] * RANKS
 
 
 def transport_name(rank: int, world_size: int) -> str:
