@@ -150,10 +150,12 @@ class GraphCache:
             ledger: of the latest uncaptured attempt: the dispatchers that take part.
             group: over which the verdict must be agreed, or None.
         """
-        if self._given_up or ledger is None or not ledger.dispatchers:
+        if self._given_up or ledger is None:
             return None
         if ledger.eager:
             return self._give_up(EPError("a dispatcher in eager mode takes part; use mode='static' everywhere"))
+        if not ledger.dispatchers:
+            return self._give_up(EPError("no dispatcher takes part in it on this rank"))
         batch_key = _batch_signature(batch)
         updates = self._can_update()
         key = (batch_key, tuple((d.ordinal, d.budget_rows, d.pair_rows) for d in ledger.dispatchers), updates)
