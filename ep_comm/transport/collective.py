@@ -21,8 +21,9 @@ from torch import Tensor
 from ..errors import PeerLostError
 from ..mxfp8 import MXFP8Tensor
 from ..plan import CountedPlan, Sizing
-from ..rows import SumTable, invert_table, pick_from_rows, place_in_rows, sum_rows
+from ..rows import pick_from_rows, place_in_rows, sum_rows
 from .base import Route, RowFormat, Transport
+from .hop import Hop, ReceiveTables
 from .wire import WireBuffers, WireLayout
 
 __all__ = ["CollectiveTransport"]
@@ -32,32 +33,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass
-class _Receive:
-    """The receiving half of a route, known once the first rows have arrived."""
-
-    rows_NK: Tensor
-    """int64: rows of every received token, -1 where the slot is not on this rank."""
-    source_R: Tensor
-    """int64: received token of every row, N (a zero row) for padding and tail."""
-    sums: SumTable
-
-
-@dataclass
 class CollectiveRoute(Route):
     """Send positions of this rank's tokens; receive tables after the first scatter."""
 
     plan: CountedPlan
     sizing: Sizing
-    send_splits: list[int] | None
-    recv_splits: list[int] | None
-    num_sent: int
-    num_received: int
-    position_TP: Tensor
-    """int64: position of the token in the send buffer, -1 where it does not go to the rank."""
-    tokens_S: Tensor
-    """int64: token at each position of the send buffer; unused positions repeat token 0."""
-    sums: SumTable
-    receive: _Receive | None = None
+    hop: Hop
+    """From this rank to the ranks of the group."""
+    slot_places_TK: Tensor
+    """int64: destination of the hop that owns the slot, -1 for none."""
+    slot_rows_TK: Tensor
+    """int64: row of the slot on its rank, -1 for none."""
+    receive: ReceiveTables | None = None
 
 
 class CollectiveTransport(Transport):
@@ -86,33 +73,13 @@ class CollectiveTransport(Transport):
         return matrix_PX
 
     def open_route(self, plan: CountedPlan, sizing: Sizing) -> CollectiveRoute:
-        ranks = self._ep_size
-        device = plan.needs_TP.device
-        order_TP = plan.needs_TP.long().cumsum(0) - 1
-        sent_TP = plan.needs_TP
         if sizing.pair_tokens is not None:
             send_splits = sizing.pair_tokens[self._rank]
             recv_splits = [row[self._rank] for row in sizing.pair_tokens]
-            num_sent, num_received = sum(send_splits), sum(recv_splits)
-            sent_P = plan.pair_tokens_PP[self._rank].long()
-            base_P = sent_P.cumsum(0) - sent_P
+            hop = Hop.exact(plan.needs_TP, plan.pair_tokens_PP[self._rank].long(), send_splits, recv_splits)
         else:
-            send_splits = recv_splits = None
-            num_sent = num_received = ranks * sizing.pair_rows
-            sent_TP = sent_TP & (order_TP < sizing.pair_rows)
-            base_P = torch.arange(ranks, device=device) * sizing.pair_rows
-        position_TP = torch.where(sent_TP, base_P + order_TP, -1)
-        return CollectiveRoute(
-            plan=plan,
-            sizing=sizing,
-            send_splits=send_splits,
-            recv_splits=recv_splits,
-            num_sent=num_sent,
-            num_received=num_received,
-            position_TP=position_TP,
-            tokens_S=invert_table(position_TP, num_sent, missing=0),
-            sums=SumTable.build(position_TP, num_sent),
-        )
+            hop = Hop.fixed(plan.needs_TP, sizing.pair_rows)
+        return CollectiveRoute(plan, sizing, hop, plan.slot_rank_TK, plan.slot_rows_TK)
 
     def scatter_rows(
         self,
@@ -122,29 +89,24 @@ class CollectiveTransport(Transport):
         row_format: RowFormat,
         operation: str,
     ) -> tuple[Tensor | MXFP8Tensor, Tensor | None]:
-        plan, device = route.plan, rows_TH.device
-        first = route.receive is None
-        wire = WireLayout(rows_TH.shape[1], plan.top_k, row_format, scalars=scalars_TK is not None, rows=first)
+        plan, first = route.plan, route.receive is None
+        wire = self._wire(rows_TH.shape[1], plan.top_k, row_format, scalars=scalars_TK is not None, tables=first)
         # One spare row: positions without a token have something to point at when there are no tokens.
-        tokens_TW = self._buffers.take("tokens", max(plan.num_tokens, 1), wire.row_bytes, device)
+        tokens_TW = self._buffers.take("tokens", max(plan.num_tokens, 1), wire.row_bytes, rows_TH.device)
         if plan.num_tokens == 0:
             tokens_TW.zero_()
         else:
             wire.pack(rows_TH, tokens_TW)
             if scalars_TK is not None:
                 wire.scalar_view(tokens_TW).copy_(scalars_TK)
-        sent_SW = self._buffers.take("sent", route.num_sent, wire.row_bytes, device)
-        torch.index_select(tokens_TW, 0, route.tokens_S, out=sent_SW)
+        received_NW = self._send(route, tokens_TW, wire, operation)
         if first:
-            wire.row_view(sent_SW).copy_(self._destination_rows(route))
-        received_NW = self._all_to_all(sent_SW, route, wire, operation, reverse=False)
-        if first:
-            route.receive = self._receive_tables(route, wire.row_view(received_NW[: route.num_received]))
+            route.receive = ReceiveTables.build(wire.row_view(received_NW[:-1]), route.sizing.rows)
         # The row behind the received ones is zero: padding and tail copy it.
         rows = _take_rows(wire.unpack(received_NW), route.receive.source_R)
         scalars_R = None
         if scalars_TK is not None:
-            received_NK = wire.scalar_view(received_NW[: route.num_received])
+            received_NK = wire.scalar_view(received_NW[:-1])
             scalars_R = place_in_rows(received_NK, route.receive.rows_NK, route.sizing.rows, missing=0.0)
         return rows, scalars_R
 
@@ -156,74 +118,84 @@ class CollectiveTransport(Transport):
         scalars_R: Tensor | None,
         operation: str,
     ) -> tuple[Tensor, Tensor | None]:
-        plan, receive, device = route.plan, route.receive, rows_RH.device
-        hidden_size = rows_RH.shape[1]
-        wire = WireLayout(hidden_size, plan.top_k, RowFormat(rows_RH.dtype), scalars=scalars_R is not None)
-        partial_NW = self._buffers.take("sent", route.num_received, wire.row_bytes, device)
+        plan, receive = route.plan, route.receive
+        hidden_size, dtype, device = rows_RH.shape[1], rows_RH.dtype, rows_RH.device
+        partial_format = RowFormat(self._partial_dtype(dtype))
+        wire = WireLayout(hidden_size, plan.top_k, partial_format, scalars=scalars_R is not None)
+        partial_NW = self._buffers.take("sent", receive.rows_NK.shape[0], wire.row_bytes, device)
         sum_rows(rows_RH, receive.sums, weights_R, wire.payload(partial_NW))
         if scalars_R is not None:
             wire.scalar_view(partial_NW).copy_(pick_from_rows(scalars_R, receive.rows_NK))
-        returned_SW = self._all_to_all(partial_NW, route, wire, operation, reverse=True)[: route.num_sent]
-        out_TH = torch.empty(plan.num_tokens, hidden_size, dtype=rows_RH.dtype, device=device)
-        sum_rows(wire.payload(returned_SW), route.sums, None, out_TH)
+        returned_SW, wire = self._bring_back(route, partial_NW, wire, dtype, operation)
+        out_TH = torch.empty(plan.num_tokens, hidden_size, dtype=dtype, device=device)
+        sum_rows(wire.payload(returned_SW), route.hop.sums, None, out_TH)
         scalars_TK = None
         if scalars_R is not None:
-            scalars_TK = self._slot_scalars(route, wire.scalar_view(returned_SW))
+            returned_SK = wire.scalar_view(returned_SW)
+            scalars_TK = route.hop.slot_scalars(route.slot_places_TK, route.slot_rows_TK, returned_SK)
         return out_TH, scalars_TK
 
     def wire_row_bytes(
         self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool
     ) -> int:
-        return WireLayout(hidden_size, top_k, row_format, scalars=scalars, rows=tables).row_bytes
+        return self._wire(hidden_size, top_k, row_format, scalars=scalars, tables=tables).row_bytes
 
-    def _destination_rows(self, route: CollectiveRoute) -> Tensor:
-        """For every position of the send buffer the token's rows on the rank it goes to, ``[S, K]``."""
-        plan = route.plan
-        if plan.num_tokens == 0:
-            return route.tokens_S.new_full((route.num_sent, plan.top_k), -1)
-        ranks_TP = torch.arange(self._ep_size, device=route.tokens_S.device).expand_as(route.position_TP)
-        # Positions without a token match no slot: slots without a row have rank -1.
-        target_S = place_in_rows(ranks_TP, route.position_TP, route.num_sent, missing=-2)
-        here_SK = plan.slot_rank_TK.index_select(0, route.tokens_S) == target_S.unsqueeze(1)
-        return torch.where(here_SK, plan.slot_rows_TK.index_select(0, route.tokens_S), -1)
+    # -- what a transport with another way between the same ends replaces ------------------------------
 
-    def _receive_tables(self, route: CollectiveRoute, rows_NK: Tensor) -> _Receive:
-        plan = route.plan
-        # Whatever arrives must not address memory outside the buffer.
-        rows_NK = rows_NK.long().clamp(-1, route.sizing.rows - 1)
-        if route.sizing.pair_tokens is None:
-            place_M = torch.arange(route.sizing.pair_rows, device=rows_NK.device)
-            filled_PM = place_M < plan.pair_tokens_PP[:, self._rank].unsqueeze(1)
-            rows_NK = torch.where(filled_PM.flatten().unsqueeze(1), rows_NK, -1)
-        return _Receive(
-            rows_NK=rows_NK,
-            source_R=invert_table(rows_NK, route.sizing.rows, missing=route.num_received),
-            sums=SumTable.build(rows_NK, route.sizing.rows),
-        )
+    def _wire(self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool) -> WireLayout:
+        """Wire row of a scatter; ``tables``: the receiving half of the tables travels along."""
+        return WireLayout(hidden_size, top_k, row_format, scalars=scalars, rows=tables)
 
-    def _slot_scalars(self, route: CollectiveRoute, returned_SK: Tensor) -> Tensor:
-        """Bring the scalar of every (token, slot) home from the rank that has the slot's row."""
-        plan = route.plan
-        if returned_SK.numel() == 0:
-            return returned_SK.new_zeros(plan.num_tokens, plan.top_k)
-        position_TK = route.position_TP.gather(1, plan.slot_rank_TK.clamp_min(0))
-        slot_K = torch.arange(plan.top_k, device=position_TK.device)
-        picked_TK = returned_SK[position_TK.clamp_min(0), slot_K]
-        return torch.where((position_TK >= 0) & (plan.slot_rows_TK >= 0), picked_TK, 0)
+    def _partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """To what the sums of one rank are rounded, for rows of ``dtype``."""
+        return dtype
+
+    def _send(self, route: CollectiveRoute, tokens_TW: Tensor, wire: WireLayout, operation: str) -> Tensor:
+        """Take token rows to the ranks of their experts, with the tables if ``wire`` has room for them.
+
+        Returns:
+            the received rows and one zero row, ``[N + 1, W]``.
+        """
+        sent_SW = self._fill(route.hop, tokens_TW)
+        if wire.rows:
+            (rows_SK,) = route.hop.slots_at(route.slot_places_TK, route.slot_rows_TK)
+            wire.row_view(sent_SW).copy_(rows_SK)
+        return self._all_to_all(sent_SW, route.hop, self._group, operation)
+
+    def _bring_back(
+        self, route: CollectiveRoute, partial_NW: Tensor, wire: WireLayout, dtype: torch.dtype, operation: str
+    ) -> tuple[Tensor, WireLayout]:
+        """Take the sums of one rank back towards the tokens' owners.
+
+        Returns:
+            what came back, ``[S, W]``, one row for each of the positions that were sent from, and its layout, with
+            a payload of ``dtype``.
+        """
+        return self._all_to_all(partial_NW, route.hop, self._group, operation, reverse=True)[:-1], wire
+
+    # -- shared with it ---------------------------------------------------------------------------------
+
+    def _fill(self, hop: Hop, tokens_TW: Tensor) -> Tensor:
+        """The send buffer of a hop, ``[S, W]``."""
+        row_bytes = tokens_TW.shape[1]
+        sent_SW = self._buffers.take("sent", hop.num_sent, row_bytes, tokens_TW.device)
+        return torch.index_select(tokens_TW, 0, hop.tokens_S, out=sent_SW)
 
     def _all_to_all(
-        self, rows_XW: Tensor, route: CollectiveRoute, wire: WireLayout, operation: str, *, reverse: bool
+        self, rows_XW: Tensor, hop: Hop, group: dist.ProcessGroup | None, operation: str, *, reverse: bool = False
     ) -> Tensor:
-        """Exchange rows along the route, or back along it; one zero row follows the received ones."""
-        splits = (route.recv_splits, route.send_splits) if not reverse else (route.send_splits, route.recv_splits)
-        count = route.num_sent if reverse else route.num_received
-        out_XW = self._buffers.take("received", count + 1, wire.row_bytes, rows_XW.device)
+        """Exchange rows along the hop, or back along it; one zero row follows the received ones."""
+        out_splits, in_splits = hop.recv_splits, hop.send_splits
+        count = hop.num_received
+        if reverse:
+            out_splits, in_splits, count = in_splits, out_splits, hop.num_sent
+        out_XW = self._buffers.take("received", count + 1, rows_XW.shape[1], rows_XW.device)
         out_XW[count].zero_()
         if self._ep_size == 1:
             out_XW[:count].copy_(rows_XW)
             return out_XW
         with self._naming(operation):
-            dist.all_to_all_single(out_XW[:count], rows_XW, splits[0], splits[1], group=self._group)
+            dist.all_to_all_single(out_XW[:count], rows_XW, out_splits, in_splits, group=group)
         return out_XW
 
     @contextmanager
