@@ -51,7 +51,7 @@ class EPConfig:
             ``alignment``.
         max_budget_rows: ceiling for budget growth in rows; ``None`` allows the worst case.
         pair_rows: initial budget of token rows between one pair of ranks (static mode on the
-            collective transport); ``None`` derives it from the budget, see :meth:`initial_pair_rows`.
+            collective and hierarchical transports); ``None`` derives it from the budget, see :meth:`initial_pair_rows`.
         alignment: every expert's segment starts at a multiple of it and is zero-padded to it.
         dispatch_forward_dtype: ``"bf16"`` sends tokens in their own 16- or 32-bit dtype, ``"mxfp8"``
             as 8-bit blocks.
@@ -59,7 +59,7 @@ class EPConfig:
         recv_format: ``"bf16"`` hands out rows in the tokens' dtype; ``"mxfp8"`` hands out an
             :class:`ep_comm.MXFP8Tensor` (needs ``dispatch_forward_dtype="mxfp8"``).
         scale_rounding: ``"rceil"`` or ``"floor"``, see :func:`ep_comm.quantize_mxfp8`.
-        transport: ``"auto"``, ``"collective"`` or ``"symmetric"``.
+        transport: ``"auto"``, ``"collective"``, ``"symmetric"`` or ``"hierarchical"``, see docs/architecture.md.
         num_sms: streaming multiprocessors a communication kernel may use; ``None`` means all.
         overflow: static mode without a runner: ``"replay"`` leaves the verdict to the caller
             (``dispatcher.overflowed``) or to :class:`ep_comm.StepRunner`; ``"drop"`` is the explicit
@@ -90,7 +90,7 @@ class EPConfig:
     combine_backward_dtype: Literal["bf16", "mxfp8"] = "bf16"
     recv_format: Literal["bf16", "mxfp8"] = "bf16"
     scale_rounding: Literal["rceil", "floor"] = "rceil"
-    transport: Literal["auto", "collective", "symmetric"] = "auto"
+    transport: Literal["auto", "collective", "symmetric", "hierarchical"] = "auto"
     num_sms: int | None = None
     overflow: Literal["replay", "drop"] = "replay"
     zero_tail: bool = True
@@ -151,7 +151,7 @@ class EPConfig:
         return round_up(max(rows, 1), self.alignment)
 
     def initial_pair_rows(self, ep_size: int) -> int:
-        """Token rows budgeted between one pair of ranks at the start (collective transport, static).
+        """Token rows budgeted between one pair of ranks at the start (static mode, see ``pair_rows``).
 
         With uniform routing a token needs a given rank with probability ``1 - (1 - 1/ep_size)^top_k``;
         the expected count is scaled by the same factor as the row budget and capped by

@@ -48,7 +48,7 @@ class Exchange:
         self.config, self.budget = config, budget
         self.transport = transport
         self.rank, self.ordinal, self.name = rank, ordinal, name
-        self.layout = CountMatrix(config, ep_size)
+        self.layout = CountMatrix(config, ep_size, transport.hosts)
         self._ep_size = ep_size
         self._headers: dict[tuple[Any, ...], Tensor] = {}
 
@@ -129,7 +129,8 @@ class Exchange:
             return Sizing(rows=limit, pair_rows=self._pair_rows)
         _, pairs_PP, counts_PE = self.layout.split(host_PX)
         required = int(required_rows(counts_PE.sum(0), self._ep_size, self.config.alignment)[self.rank])
-        return Sizing(rows=min(required, limit), pair_tokens=pairs_PP.tolist())
+        host_tokens = self.layout.host_tokens(host_PX).tolist()
+        return Sizing(rows=min(required, limit), pair_tokens=pairs_PP.tolist(), host_tokens=host_tokens)
 
     def _to_host(self, matrix_PX: Tensor) -> Tensor:
         """Exchanged messages on the host, after the transport's own errors were looked at; one copy for both."""

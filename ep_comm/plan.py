@@ -9,18 +9,22 @@ locally, on the device, without a loop over tokens, experts or ranks:
     required rows      end of the last segment, for every rank: the demand, known before data moves
     row of a slot      its expert's offset + the expert's rows from lower ranks + its own position
 
-Letters: T tokens, K slots, E experts, L experts of a rank, P ranks.
+Letters: T tokens, K slots, E experts, L experts of a rank, P ranks, G hosts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .config import EPConfig
 from .status import HEADER_WORDS, FaultCode, Word
+
+if TYPE_CHECKING:
+    from .transport.hosts import Hosts
 
 __all__ = [
     "CountMatrix",
@@ -130,13 +134,15 @@ class CountMatrix:
     """Layout of the exchanged message ``[HEADER_WORDS + P + E]``, one row a rank.
 
     Behind the status words (:mod:`ep_comm.status`) stand the tokens for each rank and the pairs for each
-    expert.
+    expert; and, where a transport knows of hosts, the tokens for each host.
     """
 
-    def __init__(self, config: EPConfig, ep_size: int) -> None:
+    def __init__(self, config: EPConfig, ep_size: int, hosts: Hosts | None = None) -> None:
         self.num_experts = config.num_experts
         self.ep_size = ep_size
-        self.width = HEADER_WORDS + ep_size + config.num_experts
+        self._hosts = hosts
+        self._counts_end = HEADER_WORDS + ep_size + config.num_experts
+        self.width = self._counts_end + (0 if hosts is None else hosts.num_hosts)
 
     def header(self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int) -> Tensor:
         """The status words before the fault, int32 ``[5]`` on the host; see :mod:`ep_comm.status`."""
@@ -154,14 +160,21 @@ class CountMatrix:
         if routing is None:
             counts = header.new_zeros(self.width - HEADER_WORDS)
         else:
-            counts = torch.cat([routing.pair_tokens_P, routing.counts_E]).to(torch.int32)
+            counts = torch.cat([routing.pair_tokens_P, routing.counts_E, *self._host_counts(routing)]).to(torch.int32)
         return torch.cat([header, fault, counts])
 
     def split(self, matrix_PX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The exchanged matrix as (status words ``[P, HEADER_WORDS]``, pair tokens ``[P, P]``, counts ``[P, E]``)."""
         sizes = [HEADER_WORDS, self.ep_size, self.num_experts]
-        header, pairs, counts = matrix_PX.split(sizes, dim=1)
+        header, pairs, counts = matrix_PX[:, : self._counts_end].split(sizes, dim=1)
         return header, pairs, counts
+
+    def host_tokens(self, matrix_PX: Tensor) -> Tensor:
+        """The tokens from every rank to every host, ``[P, G]``; ``[P, 0]`` where the transport knows of no hosts."""
+        return matrix_PX[:, self._counts_end :]
+
+    def _host_counts(self, routing: LocalRouting) -> list[Tensor]:
+        return [] if self._hosts is None else [self._hosts.needed(routing.needs_TP).sum(0)]
 
 
 @dataclass(frozen=True)
@@ -173,11 +186,13 @@ class Sizing:
         pair_tokens: tokens between ranks (outer index: source, inner: destination) where every pair moves
             exactly what it needs; None where every pair moves the fixed ``pair_rows``.
         pair_rows: token rows between two ranks, for transports that move a fixed number.
+        host_tokens: tokens from every rank to every host, with ``pair_tokens``, for transports that know of hosts.
     """
 
     rows: int
     pair_rows: int | None = None
     pair_tokens: list[list[int]] | None = None
+    host_tokens: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,8 @@ from ..cuda.window import MAX_RANKS, MAX_TOP_K
 from ..errors import ConfigError
 from .base import Transport
 from .collective import CollectiveTransport
+from .hierarchical import HierarchicalTransport
+from .hosts import Hosts, host_name, hosts_problem, ranks_by_host
 
 __all__ = ["Transport", "open_transport"]
 
@@ -32,11 +33,12 @@ def open_transport(
     if ep_size == 1 or config.transport == "collective":
         return CollectiveTransport(group, rank, ep_size)
     facts: list[tuple[str, str | None]] = [("", None)] * ep_size
-    dist.all_gather_object(facts, (_host(), _local_problem(config, ep_size, device)), group=group)
+    dist.all_gather_object(facts, (host_name(), _local_problem(config, ep_size, device)), group=group)
+    ranks_GJ = ranks_by_host([host for host, _ in facts])
     reasons = [f"rank {r}: {problem}" for r, (_, problem) in enumerate(facts) if problem]
-    if len({host for host, _ in facts}) > 1:
+    if len(ranks_GJ) > 1:
         reasons.append("the ranks are on several hosts")
-    if not reasons:
+    if not reasons and config.transport != "hierarchical":
         from .symmetric import SymmetricTransport
 
         return SymmetricTransport(config, group, rank, ep_size, device)
@@ -45,13 +47,16 @@ def open_transport(
             f"rank {rank}: transport='symmetric' cannot serve this group: {'; '.join(reasons)}; use 'auto' or "
             f"'collective'"
         )
-    log.info("transport='auto' chose collective: %s", "; ".join(reasons))
+    problem = hosts_problem(ranks_GJ, dist.get_process_group_ranks(group))
+    if problem is None:
+        log.info("transport=%r: hierarchical, %d hosts of %d ranks", config.transport, len(ranks_GJ), len(ranks_GJ[0]))
+        return HierarchicalTransport(config, group, Hosts(ranks_GJ, rank, device), rank, ep_size, device)
+    if config.transport == "hierarchical":
+        raise ConfigError(
+            f"rank {rank}: transport='hierarchical' cannot serve this group: {problem}; use 'auto' or 'collective'"
+        )
+    log.info("transport='auto' chose collective: %s", "; ".join([*reasons, problem]))
     return CollectiveTransport(group, rank, ep_size)
-
-
-def _host() -> str:
-    """What ranks that can map each other's memory have in common. NCCL_HOSTID counts, as it does for NCCL."""
-    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
 
 
 def _local_problem(config: EPConfig, ep_size: int, device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan
+from .hosts import Hosts
 
 __all__ = ["PlanRequest", "RowFormat", "Route", "Transport"]
 
@@ -75,6 +76,8 @@ class Transport(ABC):
     name: str
     uses_pair_rows = False
     """Whether static mode moves a fixed number of token rows between every two ranks."""
+    hosts: Hosts | None = None
+    """Where the ranks run, for transports that need to know; then ranks also exchange their tokens for each host."""
 
     @abstractmethod
     def exchange_counts(self, message: Tensor, operation: str) -> Tensor:

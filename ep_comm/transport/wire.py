@@ -1,6 +1,6 @@
 """One token row on the wire: where payload, scalars and destination rows stand in its bytes.
 
-    | payload: H elements, or H element bytes + scale bytes | scalars: K fp32 | rows: K int32 |
+    | payload: H elements, or H element bytes + scale bytes | scalars: K fp32 | rows: K int32 | places: K int16 |
 
 Every part starts at a multiple of 16 bytes and the row's length is one too, so that rows of one buffer can be
 viewed as any dtype and copied 16 bytes at a time. One buffer, one transfer.
@@ -57,6 +57,7 @@ class WireLayout:
         row_format: how the payload is encoded.
         scalars: whether K fp32 scalars travel along.
         rows: whether K destination rows travel along.
+        places: whether, of those rows, the rank travels along too: its place on its host.
     """
 
     hidden_size: int
@@ -64,6 +65,7 @@ class WireLayout:
     row_format: RowFormat
     scalars: bool = False
     rows: bool = False
+    places: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -81,9 +83,14 @@ class WireLayout:
         return self.scalars_at + (round_up(4 * self.top_k, _UNIT) if self.scalars else 0)
 
     @property
+    def places_at(self) -> int:
+        """Offset of the destinations' places."""
+        return self.rows_at + (round_up(4 * self.top_k, _UNIT) if self.rows else 0)
+
+    @property
     def row_bytes(self) -> int:
         """W, bytes of a whole row."""
-        return self.rows_at + (round_up(4 * self.top_k, _UNIT) if self.rows else 0)
+        return self.places_at + (round_up(2 * self.top_k, _UNIT) if self.places else 0)
 
     def pack(self, rows_TH: Tensor, out_TW: Tensor) -> None:
         """Write the payload of every row, quantised where the format says so."""
@@ -111,3 +118,7 @@ class WireLayout:
     def row_view(self, buffer_NW: Tensor) -> Tensor:
         """The destination rows, int32 ``[N, K]``, a view."""
         return buffer_NW[:, self.rows_at : self.rows_at + 4 * self.top_k].view(torch.int32)
+
+    def place_view(self, buffer_NW: Tensor) -> Tensor:
+        """The destinations' places on their host, int16 ``[N, K]``, a view."""
+        return buffer_NW[:, self.places_at : self.places_at + 2 * self.top_k].view(torch.int16)
