@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import typer
 
 from ..errors import ConfigError, EPError
+from .bench import bench
+from .check import check
 from .trace import trace
 from .train import train
 from .tune import tune
@@ -35,6 +37,8 @@ def _program() -> None:
 app.command("train")(train)
 app.command("tune")(tune)
 app.command("trace")(trace)
+app.command("check")(check)
+app.command("bench")(bench)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

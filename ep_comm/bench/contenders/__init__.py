@@ -1,0 +1,16 @@
+"""The contenders of ``ep-comm bench``, one a file."""
+
+from __future__ import annotations
+
+from ..options import BenchOptions
+from .base import Contender, Place, Plan, Session
+from .own import OwnTransport
+from .torch_alltoall import TorchAllToAll
+
+__all__ = ["Contender", "Place", "Plan", "Session", "make_contenders"]
+
+
+def make_contenders(options: BenchOptions) -> list[Contender]:
+    """All contenders that the options ask for, whether they can run here or not."""
+    chosen = ("symmetric", "collective") if options.transport == "all" else (options.transport,)
+    return [*(OwnTransport(each) for each in chosen), TorchAllToAll()]
