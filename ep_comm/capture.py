@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .errors import EPError
 from .ledger import StepLedger, Verdict
 
-__all__ = ["CapturedStep", "GraphCache", "optimizers_can_skip", "release_graphs"]
+__all__ = ["CapturedStep", "GraphCache", "LaunchedStep", "optimizers_can_skip", "release_graphs"]
 
 log = logging.getLogger("ep_comm")
 
@@ -52,40 +52,66 @@ def step_unless(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
             del optimizer.grad_scale, optimizer.found_inf
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    """One launch of a graph, finished or not.
+
+    Attributes:
+        result: copies of what ``step_fn`` returned; right once the verdict says so.
+        batch: the batch on the device, as the graph took it.
+    """
+
+    result: Any
+    batch: Any
+    ledger: StepLedger
+    host_words: Tensor
+    event: torch.cuda.Event
+
+    def verdict(self) -> Verdict:
+        """Wait until the verdict has arrived: one small read."""
+        self.event.synchronize()
+        return self.ledger.parse(self.host_words.tolist())
+
+
 @dataclass
 class CapturedStep:
     """One graph with its static inputs and outputs.
 
     Attributes:
+        batch: the static batch, which the graph reads.
+        result: the static result, which the graph writes.
+        words: the static verdict words.
         ledger: the dispatchers whose records the verdict words hold.
         updates: the optimizer step is inside the graph, and is skipped on the device on a bad verdict.
     """
 
     graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
+    batch: Any
     result: Any
     words: Tensor
     ledger: StepLedger
     gradients: list[tuple[torch.nn.Parameter, Tensor | None]]
     updates: bool
-    host_words: Tensor
-    event: torch.cuda.Event
 
-    def launch(self, batch: Any) -> Any:
-        """Copy the batch in and replay; returns copies of what ``step_fn`` returned. Does not wait."""
-        for static, given in zip(self.inputs, _tensors(batch), strict=True):
+    def launch(self, batch: Any, *, keep_batch: bool = False) -> LaunchedStep:
+        """Copy the batch in and replay. Does not wait.
+
+        Args:
+            batch: of the structure and shapes that were captured.
+            keep_batch: copy the batch, so that it can run again later, whatever the caller does to it.
+        """
+        for static, given in zip(_tensors(self.batch), _tensors(batch), strict=True):
             static.copy_(given, non_blocking=True)
+        kept = _copied(self.batch) if keep_batch else batch
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        self.host_words.copy_(self.words, non_blocking=True)
-        self.event.record()
-        return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, self.result)
-
-    def verdict(self) -> Verdict:
-        """Wait for the verdict of the latest launch: the one small read of a step."""
-        self.event.synchronize()
-        return self.ledger.parse(self.host_words.tolist())
+        # Pinned memory comes from a cache that waits for the copy before it hands the same bytes out again.
+        host_words = torch.empty(self.words.shape, dtype=self.words.dtype, pin_memory=True)
+        host_words.copy_(self.words, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return LaunchedStep(_copied(self.result), kept, self.ledger, host_words, event)
 
 
 class GraphCache:
@@ -96,6 +122,7 @@ class GraphCache:
         optimizers: stepped inside the graph where they can skip.
         zero_grad: drops all gradients.
         required: ``capture="always"``: raise where a step cannot be captured, instead of going on without.
+        latching: once a step's verdict was bad, skip the updates of all later ones until :meth:`open_latch`.
         max_graphs: the least recently used graph is dropped beyond this.
     """
 
@@ -106,6 +133,7 @@ class GraphCache:
         zero_grad: Callable[[], None],
         *,
         required: bool,
+        latching: bool = False,
         max_graphs: int = 8,
     ) -> None:
         self._step_fn = step_fn
@@ -119,6 +147,7 @@ class GraphCache:
         self._given_up = False
         self._numbers: list[dict[str, Any]] | None = None
         self._numbers_change = False
+        self._latch = torch.zeros((), device="cuda") if latching else None
         self.stream = torch.cuda.Stream()
         """Steps run on it, captured or not: autograd remembers the stream on which a gradient is accumulated,
         and a capture must not meet another one."""
@@ -127,6 +156,16 @@ class GraphCache:
         self.replays = 0
         """Graph launches so far."""
         _caches.add(self)
+
+    def launch(self, captured: CapturedStep, batch: Any, *, keep_batch: bool = False) -> LaunchedStep:
+        """:meth:`CapturedStep.launch`, counted."""
+        self.replays += 1
+        return captured.launch(batch, keep_batch=keep_batch)
+
+    def open_latch(self) -> None:
+        """Let the launches from now on update again."""
+        if self._latch is not None:
+            self._latch.zero_()
 
     def clear(self) -> None:
         """Drop all graphs, after what runs has finished. NCCL cannot be shut down while one holds its kernels."""
@@ -173,7 +212,6 @@ class GraphCache:
             if len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        self.replays += 1
         return captured
 
     def _can_update(self) -> bool:
@@ -207,21 +245,24 @@ class GraphCache:
                 result = self._step_fn(tree_unflatten(static, spec))
             words = ledger.device_words(group)
             if updates:
-                step_unless(self._optimizers, (words[:2].amax() > 0).to(torch.float32))
+                step_unless(self._optimizers, self._skip(words))
         self.captures += 1
         log.info("captured a training step in a CUDA graph (%d so far)", self.captures)
         parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
         return CapturedStep(
             graph=graph,
-            inputs=[leaf for leaf in static if isinstance(leaf, Tensor)],
+            batch=tree_unflatten(static, spec),
             result=result,
             words=words,
             ledger=ledger,
             gradients=[(parameter, parameter.grad) for parameter in parameters],
             updates=updates,
-            host_words=torch.empty(words.shape, dtype=words.dtype, pin_memory=True),
-            event=torch.cuda.Event(),
         )
+
+    def _skip(self, words: Tensor) -> Tensor:
+        """1 where the step's verdict is bad, or that of a step before it since the latch was opened."""
+        bad = (words[:2].amax() > 0).to(torch.float32)
+        return bad if self._latch is None else self._latch.copy_(torch.maximum(self._latch, bad))
 
     def _give_up(self, error: Exception) -> None:
         if self._required:
@@ -241,6 +282,11 @@ def release_graphs() -> None:
 
 def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def _copied(tree: Any) -> Any:
+    """The same structure with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _batch_signature(batch: Any) -> Hashable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["free_memory", "host_reads_are_free", "is_capturing"]
+__all__ = ["free_memory", "group_device", "host_reads_are_free", "is_capturing"]
 
 _MEMINFO = "/proc/meminfo"
 
@@ -40,3 +41,10 @@ def free_memory(device: torch.device) -> int:
     except OSError:
         pass
     return 2**63 - 1
+
+
+def group_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the tensors belong that a group's collectives take."""
+    if group is not None and "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -15,6 +15,7 @@ from .agreement import agree_on_dispatcher
 from .arguments import check_combine, check_dispatch
 from .budget import StaticBudget
 from .config import EPConfig, round_up
+from .devices import group_device
 from .directions import Channel, Combine, Dispatch
 from .errors import ConfigError, EPError
 from .exchange import Exchange
@@ -72,7 +73,7 @@ class Dispatcher:
                 f"num_experts={config.num_experts}"
             )
         self.num_local_experts = config.num_experts // self.ep_size
-        self._transport = open_transport(config, group, self.rank, self.ep_size, _device_of(group))
+        self._transport = open_transport(config, group, self.rank, self.ep_size, group_device(group))
         log.info("%s: %s transport over %d ranks", self.name, self._transport.name, self.ep_size)
         self.budget = StaticBudget(config, self.ep_size) if config.mode == "static" else None
         """The static budget and its history; None in eager mode."""
@@ -90,7 +91,7 @@ class Dispatcher:
         self._sequence = 0
         self._closed = False
         self._latest: RoutingPlan | None = None
-        self._set_device(_device_of(group))
+        self._set_device(group_device(group))
 
     # -- the two calls -------------------------------------------------------------------------------
 
@@ -410,9 +411,3 @@ class Dispatcher:
             self.record = DispatchRecord(self.ep_size, device)
             self._sent = torch.zeros((), dtype=torch.int64, device=device)
             self._anchor = torch.zeros((), device=device, requires_grad=True)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    if group is not None and "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

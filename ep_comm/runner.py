@@ -12,51 +12,26 @@ needed is what the budgets grow to.
 
 from __future__ import annotations
 
-import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .capture import GraphCache
-from .devices import free_memory
-from .dispatcher import Dispatcher
-from .errors import BudgetExceededError, ConfigError, EPError
-from .ledger import Demand, StepLedger, Verdict, current_ledger
-from .naming import named_dispatchers
-from .snapshot import StateSnapshot
+from .capture import CapturedStep, GraphCache
+from .deferred import LAG, OptimizerSettings, PendingStep, refuse_state_dict
+from .devices import group_device
+from .errors import ConfigError, EPError
+from .layers import LayerBudget, StaticLayers
+from .ledger import StepLedger, Verdict, current_ledger
+from .snapshot import SavedState, StateSnapshot, rng_state, set_rng_state
 
 __all__ = ["LayerBudget", "StepRunner"]
-
-log = logging.getLogger("ep_comm")
-
-
-@dataclass(frozen=True)
-class LayerBudget:
-    """The budget of one layer and its history, all in rows.
-
-    Attributes:
-        name: the layer: path of the dispatcher in the model.
-        start_rows: budget at the start.
-        budget_rows: budget now.
-        required_peak_rows: most rows a committed step needed on any rank.
-        worst_case_rows: most rows any routing can need.
-        pair_rows: budget of token rows between two ranks now.
-        overflows: steps in which this layer's rows did not fit.
-    """
-
-    name: str
-    start_rows: int
-    budget_rows: int
-    required_peak_rows: int
-    worst_case_rows: int
-    pair_rows: int
-    overflows: int
 
 
 class StepRunner:
@@ -77,7 +52,12 @@ class StepRunner:
         capture: CUDA graphs: ``"auto"`` captures on GPUs once a batch shape has been seen twice and goes on
             without where that fails; ``"always"`` raises where it fails; ``"never"``. Batches must then be made
             of tensors and containers. What else ``step_fn`` does on the host happens only while capturing.
-        check: ``"every_step"`` reads the verdict of each step before it is committed.
+        check: ``"every_step"`` reads the verdict of each step before the next begins. ``"deferred"`` reads it two
+            steps later, so that the GPU never waits for the host: steps that run as CUDA graphs with the
+            optimizer inside are launched one behind the other, and where one does not fit, it and those
+            behind it change nothing and are run again in order. Until :meth:`flush`, parameters and
+            returned values may be behind; everything that a step changes must happen inside ``step_fn``. Steps that
+            do not run as such graphs (on a CPU, all) are checked every step.
         headroom: how much more than required a grown budget holds, 0.1 = 10 %.
         extra_state: further things a step changes: tensors, generators, or objects with ``state_dict`` and
             ``load_state_dict``.
@@ -94,7 +74,7 @@ class StepRunner:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         capture: Literal["auto", "always", "never"] = "auto",
-        check: Literal["every_step"] = "every_step",
+        check: Literal["every_step", "deferred"] = "every_step",
         headroom: float = 0.1,
         extra_state: Iterable[Any] = (),
     ) -> None:
@@ -102,25 +82,30 @@ class StepRunner:
             raise ConfigError(f"capture must be 'auto', 'always' or 'never', got {capture!r}")
         if capture == "always" and not torch.cuda.is_available():
             raise ConfigError("capture='always' needs a CUDA GPU, and torch sees none; use 'auto' or 'never'")
-        if check != "every_step":
-            raise ConfigError(f"check must be 'every_step', got {check!r}")
+        if check not in ("every_step", "deferred"):
+            raise ConfigError(f"check must be 'every_step' or 'deferred', got {check!r}")
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0.0 <= headroom <= 10.0:
             raise ConfigError(f"headroom must be from 0 to 10 (0.1 is 10 % more than required), got {headroom!r}")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self._step_fn = step_fn
-        self._model = model
         self._optimizers = _as_optimizers(optimizer)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self._headroom = headroom
         stepped = [p for o in self._optimizers for settings in o.param_groups for p in settings["params"]]
         self._snapshot = StateSnapshot(model, stepped, extra_state)
+        self._layers = StaticLayers(model, self._group, headroom)
+        self._deferred = check == "deferred"
+        self._pending: deque[PendingStep] = deque()
+        self._busy = False
         self._graphs: GraphCache | None = None
         if capture != "never" and torch.cuda.is_available():
-            self._graphs = GraphCache(step_fn, self._optimizers, self._zero_grad, required=capture == "always")
+            self._graphs = GraphCache(
+                step_fn, self._optimizers, self._zero_grad, required=capture == "always", latching=self._deferred
+            )
         self._latest: StepLedger | None = None
-        self._seen: list[Dispatcher] = []
-        self._pending: dict[str, dict[str, Any]] = {}
+        if self._deferred:
+            runner = ref(self)
+            refuse_state_dict(model, self._optimizers, lambda: _open_verdicts(runner()))
         self.steps = 0
         """Committed steps."""
         self.replays = 0
@@ -130,7 +115,8 @@ class StepRunner:
         """Run one step.
 
         Returns:
-            What ``step_fn`` returned in the attempt that was committed.
+            What ``step_fn`` returned in the attempt that was committed. With ``check="deferred"`` tensors whose
+            values are right after :meth:`flush`, or after two more steps.
 
         Raises:
             BudgetExceededError: routing needs more rows than the ceiling, or than free memory, allows.
@@ -139,37 +125,27 @@ class StepRunner:
 
             In every case model, optimizer, random number generators and extra state are as before the step. If
             ``step_fn`` raised on some ranks only, the others wait for them in their next collective until the
-            process group's timeout: let the job end, as ``torchrun`` does.
+            process group's timeout: let the job end, as ``torchrun`` does. With ``check="deferred"`` the error
+            may be that of an earlier step; that step and all behind it are then undone.
         """
-        leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
-        self._snapshot.take(leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
-        try:
-            result, verdict, updated = self._first_attempt(batch)
-            self._raise_failure(verdict)
-            if verdict.overflow:
-                updated = False
-                self._snapshot.restore()
-                self._count_overflows(verdict)
-                result, verdict = self._attempt(batch, exact=True)
-                self._raise_failure(verdict)
-                self._raise_exceeded(verdict)
-                self._grow(verdict)
-                self.replays += 1
-        except BaseException:
-            self._snapshot.restore()
-            self._zero_grad()
-            raise
-        if not updated:
-            for optimizer in self._optimizers:
-                optimizer.step()
-            if self._graphs is not None:
-                self._graphs.note_committed(batch)
-        for dispatcher, demand in verdict.demands:
-            dispatcher.budget.note(demand)
-            if dispatcher.drops and demand.overflowed:
-                self._note_dropped(dispatcher, demand)
-        self.steps += 1
-        return result
+        with self._being_busy():
+            return self._launch(batch) if self._deferred else self._run(batch)
+
+    def flush(self) -> None:
+        """Wait for all open verdicts and replay what does not fit. Call it on all ranks, after the same step, before
+        reading or saving weights. Nothing to do with ``check="every_step"``.
+
+        Raises:
+            BudgetExceededError, RoutingError: as calling the runner.
+        """
+        with self._being_busy():
+            while self._pending:
+                self._settle()
+
+    @property
+    def pending(self) -> int:
+        """Steps launched whose verdict is open; always 0 with ``check="every_step"``."""
+        return len(self._pending)
 
     @property
     def captures(self) -> int:
@@ -183,23 +159,12 @@ class StepRunner:
 
     def budgets(self) -> list[LayerBudget]:
         """The static dispatchers seen so far, in the order of their first dispatch."""
-        return [
-            LayerBudget(
-                name=self._name(dispatcher),
-                start_rows=dispatcher.budget.rows.start,
-                budget_rows=dispatcher.budget.rows.rows,
-                required_peak_rows=dispatcher.budget.rows.peak,
-                worst_case_rows=dispatcher.config.worst_case_rows(dispatcher.ep_size),
-                pair_rows=dispatcher.budget.pairs.rows,
-                overflows=dispatcher.budget.overflows,
-            )
-            for dispatcher in self._seen
-        ]
+        return self._layers.budgets()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the budgets of all layers seen, by name; plain Python values."""
-        layers = {self._name(dispatcher): dispatcher.state_dict() for dispatcher in self._seen}
-        return {"steps": self.steps, "replays": self.replays, "layers": {**self._pending, **layers}}
+        """Counters and the budgets of all layers seen, by name; plain Python values. Flushes."""
+        self.flush()
+        return {"steps": self.steps, "replays": self.replays, "layers": self._layers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over :meth:`state_dict`. Layers not found in the model get their budget when they first dispatch.
@@ -209,28 +174,140 @@ class StepRunner:
         """
         if not isinstance(state, dict) or not {"steps", "replays", "layers"} <= state.keys():
             raise ConfigError("state must be what StepRunner.state_dict() returned, with steps, replays and layers")
-        self._pending = dict(state["layers"])
-        for dispatcher in named_dispatchers(self._model).values():
-            self._adopt(dispatcher)
-        for dispatcher in self._seen:
-            self._adopt(dispatcher)
+        self.flush()
+        self._layers.load_state_dict(state["layers"])
         self.steps, self.replays = state["steps"], state["replays"]
 
     def close(self) -> None:
-        """Drop captured graphs. Needed before destroying an NCCL process group by hand, which otherwise waits
-        for them for ever; :func:`ep_comm.shutdown` does it for all runners."""
+        """Flush, and drop captured graphs. Needed before destroying an NCCL process group by hand, which otherwise
+        waits for them for ever; :func:`ep_comm.shutdown` drops the graphs of all runners."""
+        self.flush()
         if self._graphs is not None:
             self._graphs.clear()
 
+    # -- a step that is checked before the next ---------------------------------------------------------
+
+    def _run(self, batch: Any) -> Any:
+        """One step, committed or undone."""
+        leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
+        before = self._snapshot.take(leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
+        with self._undoing(before):
+            result, verdict, updated = self._first_attempt(batch)
+            self._layers.raise_failure(verdict)
+            if verdict.overflow:
+                result, verdict, updated = *self._replay(batch, verdict, before), False
+        self._commit(batch, verdict, updated)
+        return result
+
+    @contextmanager
+    def _undoing(self, before: SavedState) -> Iterator[None]:
+        """Where the block raises, everything is as before the step."""
+        try:
+            yield
+        except BaseException:
+            self._open_latch()
+            self._snapshot.restore(before)
+            self._zero_grad()
+            raise
+
+    def _replay(self, batch: Any, verdict: Verdict, before: SavedState) -> tuple[Any, Verdict]:
+        """After an overflow: the step again with exact buffers, then larger budgets."""
+        self._open_latch()
+        self._snapshot.restore(before)
+        self._layers.count_overflows(verdict)
+        result, verdict = self._attempt(batch, exact=True)
+        self._layers.raise_failure(verdict)
+        self._layers.raise_exceeded(verdict)
+        self._layers.grow(verdict)
+        self.replays += 1
+        return result, verdict
+
+    def _commit(self, batch: Any, verdict: Verdict, updated: bool) -> None:
+        if not updated:
+            for optimizer in self._optimizers:
+                optimizer.step()
+            if self._graphs is not None:
+                self._graphs.note_committed(batch)
+        self._layers.note_committed(verdict)
+        self.steps += 1
+
+    # -- steps that are checked later -------------------------------------------------------------------
+
+    def _launch(self, batch: Any) -> Any:
+        captured = self._find(batch)
+        wants_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(batch)[0])
+        if captured is None or not captured.updates or wants_grad:
+            while self._pending:
+                self._settle()
+            return self._run(batch)
+        before, settings = self._snapshot.take(), OptimizerSettings(self._optimizers)
+        launched = self._graphs.launch(captured, batch, keep_batch=True)
+        self._pending.append(PendingStep(launched, before, settings))
+        if len(self._pending) > LAG:
+            self._settle()
+        return launched.result
+
+    def _settle(self) -> None:
+        """Close the oldest open verdict: commit the step, or turn back to it."""
+        step = self._pending.popleft()
+        try:
+            verdict = step.launched.verdict()
+        except BaseException:
+            self._pending.clear()
+            raise
+        if verdict.overflow or verdict.failed:
+            self._turn_back(step, verdict)
+        else:
+            self._commit(step.launched.batch, verdict, updated=True)
+
+    def _turn_back(self, first: PendingStep, verdict: Verdict) -> None:
+        """Run ``first`` and the steps launched behind it again, in order and one at a time.
+
+        Buffers of the model evolve from the state in front of ``first``; random number generators are set for each
+        step, because the caller may have drawn from them in between.
+        """
+        behind = list(self._pending)
+        self._pending.clear()
+        rng = rng_state()
+        with self._undoing(first.before):
+            self._layers.raise_failure(verdict)
+            with first.settings.in_force():
+                result, verdict = self._replay(first.launched.batch, verdict, first.before)
+                self._commit(first.launched.batch, verdict, updated=False)
+        first.deliver(result)
+        for step in behind:
+            set_rng_state(step.before.rng)
+            with step.settings.in_force():
+                step.deliver(self._run(step.launched.batch))
+        set_rng_state(rng)
+
+    @contextmanager
+    def _being_busy(self) -> Iterator[None]:
+        """Our own reading of states is not the caller's."""
+        self._busy, outer = True, self._busy
+        try:
+            yield
+        finally:
+            self._busy = outer
+
     # -- one attempt ---------------------------------------------------------------------------------
+
+    def _find(self, batch: Any) -> CapturedStep | None:
+        """The graph for this batch, if there is or should be one."""
+        if self._graphs is None:
+            return None
+        return self._graphs.find(batch, self._latest, self._agreeing_group(self._latest))
+
+    def _open_latch(self) -> None:
+        if self._graphs is not None:
+            self._graphs.open_latch()
 
     def _first_attempt(self, batch: Any) -> tuple[Any, Verdict, bool]:
         """On the present budgets; says also whether the optimizers have stepped."""
-        if self._graphs is not None:
-            captured = self._graphs.find(batch, self._latest, self._agreeing_group(self._latest))
-            if captured is not None:
-                result = captured.launch(batch)
-                return result, captured.verdict(), captured.updates
+        captured = self._find(batch)
+        if captured is not None:
+            launched = self._graphs.launch(captured, batch)
+            return launched.result, launched.verdict(), captured.updates
         return *self._attempt(batch, exact=False), False
 
     def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, Verdict]:
@@ -239,7 +316,7 @@ class StepRunner:
         with self._step_stream(), ledger.open():
             result = self._step_fn(batch)
         self._latest = ledger
-        self._meet(ledger)
+        self._layers.meet(ledger)
         return result, self._read(ledger)
 
     @contextmanager
@@ -264,7 +341,7 @@ class StepRunner:
         if group is None:
             return Verdict(False, False, [])
         # A rank without a dispatcher of its own, a pipeline stage say, joins the verdict of the others.
-        flags = torch.zeros(2, dtype=torch.int64, device=_device_of(group))
+        flags = torch.zeros(2, dtype=torch.int64, device=group_device(group))
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         return Verdict(bool(flags[0]), bool(flags[1]), [])
 
@@ -277,83 +354,9 @@ class StepRunner:
             return None
         return self._group
 
-    def _meet(self, ledger: StepLedger) -> None:
-        for dispatcher in ledger.dispatchers:
-            if not any(known is dispatcher for known in self._seen):
-                self._seen.append(dispatcher)
-                self._adopt(dispatcher)
-
-    def _adopt(self, dispatcher: Dispatcher) -> None:
-        """Give the dispatcher the budget that was loaded under its name, if any."""
-        state = self._pending.pop(self._name(dispatcher), None)
-        if state is not None:
-            dispatcher.load_state_dict(state)
-
     def _zero_grad(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
-
-    # -- verdicts ------------------------------------------------------------------------------------
-
-    def _raise_failure(self, verdict: Verdict) -> None:
-        if not verdict.failed:
-            return
-        for dispatcher, demand in verdict.demands:
-            if demand.fault_rank >= 0:
-                raise dispatcher.recorded_error(demand, layer=self._name(dispatcher))
-        raise EPError("the step failed on another data-parallel replica, whose ranks say why")
-
-    def _raise_exceeded(self, verdict: Verdict) -> None:
-        """After a replay an overflow means that the ceiling itself was not enough."""
-        if not verdict.overflow:
-            return
-        for dispatcher, demand in verdict.demands:
-            if demand.overflowed and not dispatcher.drops:
-                required = max(demand.required_rows)
-                where = demand.required_rows.index(required)
-                raise dispatcher.budget.exceeded(self._name(dispatcher), where, required)
-        raise _exceeded_elsewhere()
-
-    def _count_overflows(self, verdict: Verdict) -> None:
-        for dispatcher, demand in verdict.demands:
-            dispatcher.budget.overflows += demand.overflowed and not dispatcher.drops
-
-    def _note_dropped(self, dispatcher: Dispatcher, demand: Demand) -> None:
-        if dispatcher.budget.overflows == 0:
-            log.warning(
-                "%s: rows were dropped, as overflow='drop' asks: %d rows needed, the budget is %d; said once, counted "
-                "in budgets()",
-                self._name(dispatcher),
-                max(demand.required_rows),
-                dispatcher.budget_rows,
-            )
-        dispatcher.budget.overflows += 1
-
-    def _grow(self, verdict: Verdict) -> None:
-        """Grow the budgets that were too small, if the memory is there on every rank."""
-        growth = [
-            (d, demand, d.budget.growth_bytes(demand, self._headroom)) for d, demand in verdict.demands if not d.drops
-        ]
-        total = sum(more for _, _, more in growth)
-        device = verdict.demands[0][0].device if verdict.demands else _device_of(self._group)
-        short = torch.tensor(int(total > free_memory(device)), dtype=torch.int32, device=device)
-        if self._group is not None and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(short, op=dist.ReduceOp.MAX, group=self._group)
-        if bool(short) and not growth:
-            raise _exceeded_elsewhere()
-        if bool(short):
-            dispatcher, demand, _ = max(growth, key=lambda entry: entry[2])
-            required = max(demand.required_rows)
-            where = demand.required_rows.index(required)
-            raise dispatcher.budget.exceeded(self._name(dispatcher), where, required, memory=total)
-        for dispatcher, demand, _ in growth:
-            dispatcher.budget.grow_to(demand, self._headroom)
-
-    def _name(self, dispatcher: Dispatcher) -> str:
-        for name, known in named_dispatchers(self._model).items():
-            if known is dispatcher:
-                return name
-        return dispatcher.name
 
 
 def _as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
@@ -373,17 +376,6 @@ def _no_step_inside(*_: Any) -> None:
         )
 
 
-def _exceeded_elsewhere() -> BudgetExceededError:
-    return BudgetExceededError(
-        "the budget was exceeded on other ranks, which say where",
-        layer="",
-        rank=-1,
-        required_rows=0,
-        allowed_rows=0,
-    )
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    if group is not None and "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _open_verdicts(runner: StepRunner | None) -> int:
+    """How many, for somebody who asks from outside a step."""
+    return 0 if runner is None or runner._busy else runner.pending

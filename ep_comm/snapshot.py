@@ -20,11 +20,38 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 
-__all__ = ["StateSnapshot"]
+__all__ = ["SavedState", "StateSnapshot", "rng_state", "set_rng_state"]
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer's place, the tensor that was there (or None), and its values."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    saved: Tensor | None
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state to go back to.
+
+    Attributes:
+        buffers: of the model.
+        gradients: leaves, the tensor that held their gradient, and its values.
+        extra: what ``extra_state`` held.
+        rng: random number generators.
+    """
+
+    buffers: list[_Buffer]
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    extra: list[Any]
+    rng: dict[str, Any]
 
 
 class StateSnapshot:
-    """Takes and restores the state of one model.
+    """Takes and restores the state of one model. Any number of states may be kept.
 
     Args:
         model: its buffers are kept.
@@ -46,60 +73,49 @@ class StateSnapshot:
                     "extra_state: every entry must be a tensor, a torch.Generator, or have state_dict() and "
                     f"load_state_dict(), got {type(item).__name__}"
                 )
-        self._buffers: list[_Buffer] = []
-        self._gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        self._saved_extra: list[Any] = []
-        self._rng: dict[str, Any] = {}
 
     @torch.no_grad()
-    def take(self, leaves: Iterable[Tensor] = ()) -> None:
-        """Remember the present state, and the gradients of ``leaves`` (of the batch, say)."""
-        self._buffers = [
-            _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-        ]
+    def take(self, leaves: Iterable[Tensor] = ()) -> SavedState:
+        """The present state, with the gradients of ``leaves`` (of the batch, say). No host sync."""
         others = [p for p in self._model.parameters() if id(p) not in self._stepped]
-        self._gradients = [
-            (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in (*others, *leaves)
-        ]
-        self._saved_extra = [_saved(item) for item in self._extra]
-        self._rng = _rng_state()
+        return SavedState(
+            buffers=[
+                _Buffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
+                for module in self._model.modules()
+                for name, buffer in module._buffers.items()
+            ],
+            gradients=[
+                (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone())
+                for leaf in (*others, *leaves)
+            ],
+            extra=[_saved(item) for item in self._extra],
+            rng=rng_state(),
+        )
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to the state that was taken last."""
-        kept = {(id(entry.module), entry.name) for entry in self._buffers}
+    def restore(self, state: SavedState) -> None:
+        """Go back to ``state``."""
+        kept = {(id(entry.module), entry.name) for entry in state.buffers}
         for module in self._model.modules():
             for name in [name for name in module._buffers if (id(module), name) not in kept]:
                 del module._buffers[name]
-        for entry in self._buffers:
+        for entry in state.buffers:
             # A step may also have put another tensor into the buffer's place.
             entry.module._buffers[entry.name] = entry.tensor
             if entry.tensor is not None:
                 entry.tensor.copy_(entry.saved)
-        for leaf, gradient, saved in self._gradients:
+        for leaf, gradient, saved in state.gradients:
             leaf.grad = gradient
             if gradient is not None:
                 gradient.copy_(saved)
-        for item, saved in zip(self._extra, self._saved_extra, strict=True):
+        for item, saved in zip(self._extra, state.extra, strict=True):
             if isinstance(item, Tensor):
                 item.copy_(saved)
             elif isinstance(item, torch.Generator):
                 item.set_state(saved)
             else:
                 item.load_state_dict(copy.deepcopy(saved))
-        _set_rng_state(self._rng)
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """A buffer's place, the tensor that was there (or None), and its values."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    saved: Tensor | None
+        set_rng_state(state.rng)
 
 
 def _saved(item: Any) -> Any:
@@ -110,7 +126,8 @@ def _saved(item: Any) -> Any:
     return copy.deepcopy(item.state_dict())
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
+    """The state of the generators of torch (CPU and current GPU), Python and, where it is imported, NumPy."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -120,7 +137,8 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Go back to what :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:

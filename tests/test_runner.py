@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import ep_comm.runner
+import ep_comm.layers
 from ep_comm import (
     BudgetExceededError,
     ConfigError,
@@ -185,14 +185,14 @@ def grow_without_memory(rank: int, world_size: int) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = StepRunner(step_fn(model), model=model, optimizer=optimizer)
     before = state_of(model, optimizer)
-    real = ep_comm.runner.free_memory
+    real = ep_comm.layers.free_memory
     # Only rank 1 is short: the other must raise too.
-    ep_comm.runner.free_memory = lambda device: 0 if rank == 1 else 2**60
+    ep_comm.layers.free_memory = lambda device: 0 if rank == 1 else 2**60
     try:
         with pytest.raises(BudgetExceededError) as caught:
             run(_full_batch())
     finally:
-        ep_comm.runner.free_memory = real
+        ep_comm.layers.free_memory = real
     assert_same_state(state_of(model, optimizer), before)
     run(_full_batch())
     return str(caught.value)
@@ -323,12 +323,12 @@ def test_snapshot_restores_replaced_buffers_and_objects() -> None:
     model = nn.BatchNorm1d(3)
     schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
     snapshot = StateSnapshot(model, (), [schedule])
-    snapshot.take()
+    before = snapshot.take()
     original, epoch = model.running_mean, schedule.last_epoch
     model(torch.randn(8, 3))
     model.running_mean = torch.ones(3)
     schedule.last_epoch = 17
-    snapshot.restore()
+    snapshot.restore(before)
     assert model.running_mean is original and float(original.abs().sum()) == 0.0
     assert int(model.num_batches_tracked) == 0 and schedule.last_epoch == epoch
 
