@@ -20,6 +20,7 @@ from .errors import (
     PeerLostError,
     RoutingError,
 )
+from .failure import failing_fast
 from .handle import Dispatched, DispatchHandle
 from .moe import MoELayer, update_expert_biases
 from .mxfp8 import MXFP8Tensor, dequantize_mxfp8, quantize_mxfp8, swizzle_scales
@@ -46,6 +47,7 @@ __all__ = [
     "RoutingRecorder",
     "StepRunner",
     "dequantize_mxfp8",
+    "failing_fast",
     "init_distributed",
     "quantize_mxfp8",
     "shutdown",

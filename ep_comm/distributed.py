@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
+from .failure import stop_watching, watch
 from .launchers import LaunchInfo, detect_launcher
 
 __all__ = ["Env", "first_failure", "init_distributed", "shutdown"]
@@ -117,6 +118,7 @@ def init_distributed(
     if _Owned.env is None:
         atexit.register(shutdown)
     _Owned.env, _Owned.store, _Owned.hosts_store = env, store, hosts_store
+    watch()
     return env
 
 
@@ -134,6 +136,7 @@ def shutdown(*, failed: bool | None = None) -> None:
     if env is None:
         return
     failed = getattr(sys, "last_value", None) is not None if failed is None else failed
+    stop_watching(failed=failed)
     if failed and env.launcher in ("openmpi", "mpich") and "mpi4py.MPI" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()

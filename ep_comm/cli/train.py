@@ -155,10 +155,12 @@ def _on_own_ranks(options: object, ranks: int | None) -> int:
 
 def _on_this_rank(options: object) -> int:
     from ..distributed import init_distributed
+    from ..failure import failing_fast
     from ..launch import end_with_parent
     from ..train.run import train as run
 
     end_with_parent()
     env = init_distributed(device=None if options.device == "auto" else options.device)
-    run(options, env)
+    with failing_fast("ep-comm train"):
+        run(options, env)
     return 0

@@ -1,0 +1,94 @@
+"""Makes a collective that waits for a lost rank return with an error.
+
+nccl can abort its communicators. gloo cannot: its ``abort`` does nothing, and a blocked call returns only when a
+connection breaks or the timeout strikes. So every rank shuts down the gloo connections that it accepted; as each
+connection is accepted by one of its ends, all of them break.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["break_connections"]
+
+_LISTEN, _ESTABLISHED = "0A", "01"
+
+
+def break_connections() -> None:
+    """Abort nccl, and shut down the TCP connections that this process accepted, except those of a TCPStore.
+
+    Afterwards the process groups are good for nothing but being destroyed. On systems other than Linux only
+    nccl is aborted.
+    """
+    groups = list(dist.distributed_c10d._world.pg_names)
+    backends = {dist.distributed_c10d._world.pg_map[group][0] for group in groups if group in _group_map()}
+    if any("nccl" in backend for backend in backends):
+        for group in groups:
+            group.abort()
+    if any("gloo" in backend for backend in backends) and sys.platform.startswith("linux"):
+        _shut_down_accepted(_store_ports())
+
+
+def _group_map() -> dict[dist.ProcessGroup, object]:
+    return dist.distributed_c10d._world.pg_map
+
+
+def _store_ports() -> set[int]:
+    ports = set()
+    for _, store in _group_map().values():
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            ports.add(store.port)
+    return ports
+
+
+def _shut_down_accepted(spared: set[int]) -> None:
+    """Shut down every connection to a port on which this process listens."""
+    descriptors = _socket_descriptors()
+    own = [entry for entry in _tcp_table() if entry[2] in descriptors]
+    listening = {port for port, state, _ in own if state == _LISTEN} - spared
+    for port, state, inode in own:
+        if state == _ESTABLISHED and port in listening:
+            _shut_down(descriptors[inode])
+
+
+def _socket_descriptors() -> dict[str, int]:
+    """Descriptor of every socket of this process by its inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith("socket:["):
+            found[target[len("socket:[") : -1]] = int(name)
+    return found
+
+
+def _tcp_table() -> list[tuple[int, str, str]]:
+    """Local port, state and inode of every TCP socket of this network namespace."""
+    table = []
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue  # no IPv6
+        for line in lines:
+            words = line.split()
+            table.append((int(words[1].rpartition(":")[2], 16), words[3], words[9]))
+    return table
+
+
+def _shut_down(descriptor: int) -> None:
+    try:
+        # A duplicate, because the original belongs to gloo; shutting down acts on the connection itself.
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end was faster
