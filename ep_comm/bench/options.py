@@ -7,19 +7,30 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from ..config import MXFP8_BLOCK
+from ..config import MXFP8_BLOCK, EPConfig
 from ..errors import ConfigError
 
-__all__ = ["DIRECTIONS", "DTYPES", "MODES", "PRESETS", "ROUTINGS", "BenchOptions", "Shape", "parse_numbers", "preset"]
+__all__ = [
+    "DIRECTIONS",
+    "DTYPES",
+    "MODES",
+    "PRESETS",
+    "ROUTINGS",
+    "TRANSPORTS",
+    "BenchOptions",
+    "Shape",
+    "parse_numbers",
+    "preset",
+]
 
 DIRECTIONS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 DTYPES = ("bf16", "mxfp8", "mxfp8-kept")
 """Formats of the rows that are copied: ``mxfp8`` delivers bf16 rows, ``mxfp8-kept`` delivers MXFP8 rows."""
 MODES = ("eager", "static", "graph")
 ROUTINGS = ("uniform", "skewed")
-TRANSPORTS = ("all", "auto", "collective", "symmetric")
+TRANSPORTS: tuple[str, ...] = get_args(get_type_hints(EPConfig)["transport"])
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class BenchOptions:
         mode: some of :data:`MODES`.
         directions: some of :data:`DIRECTIONS`.
         num_sms: multiprocessors that ep_comm's kernels may use; None stands for all.
-        transport: of ep_comm: ``"all"``, ``"auto"``, ``"collective"`` or ``"symmetric"``.
+        transport: of ep_comm: ``"all"`` or one of ``EPConfig.transport``.
         contenders: names, or empty for all that can run.
         capacity_factor: static budget as a multiple of the mean load where that is more than is needed; None takes
             what the routing needs.
@@ -94,8 +105,8 @@ class BenchOptions:
             for value in getattr(self, name):
                 if value not in allowed:
                     raise ConfigError(f"--{name} must be of {', '.join(allowed)}, got {value!r}")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"--transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+        if self.transport not in ("all", *TRANSPORTS):
+            raise ConfigError(f"--transport must be one of all, {', '.join(TRANSPORTS)}, got {self.transport!r}")
         for name in ("tokens", "hidden", "experts", "num_sms"):
             for value in getattr(self, name):
                 if value is not None and value < 1:

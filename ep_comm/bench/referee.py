@@ -54,6 +54,8 @@ class Referee:
     def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store = dist.PrefixStore("ep_comm/bench", store) if store is not None else None
+        # A connection of its own: the main thread may hold the other one while it waits for a key.
+        self._watched = dist.PrefixStore("ep_comm/bench", store.clone()) if store is not None else None
         self._attempts = 0
 
     def attempt(
@@ -72,7 +74,7 @@ class Referee:
         """
         self._attempts += 1
         key = f"attempt {self._attempts}"
-        watch = _Watch(self._store, key, self.timeout, abort)
+        watch = _Watch(self._watched, key, self.timeout, abort)
         value, report = None, {"problem": None, "facts": None}
         try:
             with watch:

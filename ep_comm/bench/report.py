@@ -140,9 +140,7 @@ def print_begin(console: Console, report: Report) -> None:
         console.print(f"link: {report.link.gb_per_s:.1f} GB/s each way ({report.link.how})")
     for note in report.notes:
         console.print(note, style="yellow", markup=False)
-    console.print(
-        f"median of {options['iterations']} iterations of the slowest rank; plan, quantise, transfer and expand included"
-    )
+    console.print(f"us: median of {options['iterations']} iterations of the slowest rank, everything included")
     table = _table()
     table.show_header = True
     console.print(table)
@@ -155,7 +153,7 @@ def print_shape(console: Console, report: Report, shape: Shape) -> None:
         lines = report.of(shape, direction)
         if not lines:
             continue
-        load = f", busiest rank {busiest:.2f} x mean" if busiest else ""
+        load = f", load {busiest:.2f}" if busiest else ""
         console.print(f"[bold]{direction.replace('_', ' ')}[/bold]  {shape}{load}", soft_wrap=True)
         table = _table()
         for line in lines:

@@ -24,6 +24,7 @@ from .work import Work, make_work
 
 __all__ = ["Bench", "bench"]
 
+_GLOO_SECONDS = 60.0
 _COPIES = ("dispatch", "combine_backward")
 
 
@@ -37,8 +38,7 @@ class _Entrant:
 
     def abort(self) -> None:
         """End whatever this rank waits for in the contender's communication."""
-        if self.group is not None:
-            self.group.abort()
+        _abort(self.group)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,13 @@ class Bench:
         # One stream for everything: autograd runs a backward pass on the stream of its forward pass, and a capture
         # must not meet another one.
         self._stream = torch.cuda.Stream(env.device) if env.device.type == "cuda" else None
-        self._pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         self._entrants: list[_Entrant] = []
+        self._inputs_group: dist.ProcessGroup | None = None
 
     def run(self, progress: BenchProgress, show: Callable[[Report, Shape], None]) -> Report:
         """Measure everything; ``show`` is called on all ranks when a shape is done."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with self._on_stream():
             self.enter()
             self.measure_link()
@@ -128,11 +130,10 @@ class Bench:
             kinds.insert(0, copy_from_peer)
         for kind in kinds:
             group = self._new_group()
-            entrant = _Entrant(None, group)
             tried = self.referee.attempt(
                 lambda k=kind, g=group: k(self.timer, g, self.env.rank, self.env.world_size),
                 facts=lambda link: (link.how, link.size, link.times),
-                abort=entrant.abort,
+                abort=lambda g=group: _abort(g),
             )
             if tried.problem is None:
                 how, size, _ = tried.facts[0]
@@ -143,12 +144,19 @@ class Bench:
 
     def _measure_shape(self, shape: Shape, progress: BenchProgress) -> None:
         env, options = self.env, self.options
-        made = self.referee.attempt(
-            lambda: make_work(shape, env.rank, env.world_size, env.device, env.group, options.seed, options.skew)
-        )
-        exchanged = self.referee.attempt(lambda: made.value.exchange(options.directions)) if made.value else made
-        if exchanged.problem:
-            self.report.notes.append(f"{shape}: no inputs: {exchanged.problem}")
+        if self._inputs_group is None:
+            self._inputs_group = self._new_group()
+        group = self._inputs_group
+
+        def inputs() -> Work:
+            work = make_work(shape, env.rank, env.world_size, env.device, group, options.seed, options.skew)
+            work.exchange(options.directions)
+            return work
+
+        made = self.referee.attempt(inputs, abort=lambda: _abort(group))
+        if made.problem:
+            self._inputs_group = None
+            self.report.notes.append(f"{shape}: no inputs: {made.problem}")
             progress.advance(sum(1 for _ in self._plans(shape)))
             return
         work: Work = made.value
@@ -224,10 +232,10 @@ class Bench:
             before = check()
             host_syncs = count_host_syncs(timed[0], device)
             times = self.timer(timed, group)
-            wrong = before or check()
+            after = check()  # also where the first check failed: the other ranks run the calls as well
         session.raise_errors()
         wire = [session.wire_bytes(direction, item.routing) for item in work.items]
-        return _Measured(times, host_syncs, wrong, sum(wire) // len(wire))
+        return _Measured(times, host_syncs, before or after, sum(wire) // len(wire))
 
     def _check(
         self, number: int, direction: str, plan: Plan, session: Session, exact: bool, got: Any, work: Work
@@ -245,9 +253,10 @@ class Bench:
         session.prepare_capture()
         torch.cuda.synchronize(self.env.device)
         graphs: list[GraphCall] = []
+        pool = torch.cuda.graph_pool_handle()
         try:
             for call in calls:
-                graphs.append(GraphCall(call, self._stream, self._pool))
+                graphs.append(GraphCall(call, self._stream, pool))
             yield graphs
         finally:
             torch.cuda.synchronize(self.env.device)
@@ -294,9 +303,10 @@ class Bench:
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.env.world_size == 1:
             return None
-        # NCCL ends the whole process when a collective takes longer than this; the referee comes first.
-        factor = 4 if "nccl" in self.env.backend else 1
-        return dist.new_group(timeout=timedelta(seconds=factor * self.options.timeout))
+        # NCCL ends the whole process when a collective takes longer than this, so the referee comes first. With
+        # gloo it is the other way round: it ends a wait for a rank that failed, which abort() does not.
+        seconds = 4 * self.options.timeout if "nccl" in self.env.backend else min(self.options.timeout, _GLOO_SECONDS)
+        return dist.new_group(timeout=timedelta(seconds=seconds))
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
@@ -320,6 +330,11 @@ def bench(
         ConfigError: the options do not suit the ranks.
     """
     return Bench(options, env, contenders).run(progress, show)
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        group.abort()
 
 
 def _named(contenders: list[Contender], names: tuple[str, ...]) -> list[Contender]:

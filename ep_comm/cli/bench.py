@@ -68,7 +68,7 @@ def bench(
         OptStr,
         _option("--num-sms", "Multiprocessors of ep_comm's kernels, as in all,24.", _WHAT, show_default=_PRESET),
     ] = None,
-    transport: Annotated[str, _option("--transport", "Of ep_comm: all, auto, collective or symmetric.", _WHAT)] = "all",
+    transport: Annotated[str, _option("--transport", "Of ep_comm, as EPConfig has them, or all.", _WHAT)] = "all",
     contenders: Annotated[
         OptStr, _option("--contenders", "Parts of names, as in symmetric,torch.", _WHAT, show_default="all")
     ] = None,

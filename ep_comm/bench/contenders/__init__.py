@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..options import BenchOptions
+from ..options import TRANSPORTS, BenchOptions
 from .base import Contender, Place, Plan, Session
 from .own import OwnTransport
 from .torch_alltoall import TorchAllToAll
@@ -12,5 +12,6 @@ __all__ = ["Contender", "Place", "Plan", "Session", "make_contenders"]
 
 def make_contenders(options: BenchOptions) -> list[Contender]:
     """All contenders that the options ask for, whether they can run here or not."""
-    chosen = ("symmetric", "collective") if options.transport == "all" else (options.transport,)
+    every = tuple(each for each in TRANSPORTS if each != "auto")
+    chosen = every if options.transport == "all" else (options.transport,)
     return [*(OwnTransport(each) for each in chosen), TorchAllToAll()]
