@@ -27,6 +27,7 @@ from .capture import CapturedStep, GraphCache
 from .deferred import LAG, OptimizerSettings, PendingStep, refuse_state_dict
 from .devices import group_device
 from .errors import ConfigError, EPError
+from .failure import failing_fast
 from .layers import LayerBudget, StaticLayers
 from .ledger import StepLedger, Verdict, current_ledger
 from .snapshot import SavedState, StateSnapshot, rng_state, set_rng_state
@@ -110,6 +111,8 @@ class StepRunner:
         """Committed steps."""
         self.replays = 0
         """Steps that had to be replayed."""
+        self.replayed_steps: list[int] = []
+        """Which ones since this runner was made, counted from 0."""
 
     def __call__(self, batch: Any) -> Any:
         """Run one step.
@@ -123,10 +126,10 @@ class StepRunner:
             RoutingError: ``topk_idx`` held ids out of range.
             Exception: whatever ``step_fn`` raised.
 
-            In every case model, optimizer, random number generators and extra state are as before the step. If
-            ``step_fn`` raised on some ranks only, the others wait for them in their next collective until the
-            process group's timeout: let the job end, as ``torchrun`` does. With ``check="deferred"`` the error
-            may be that of an earlier step; that step and all behind it are then undone.
+            PeerLostError: ``step_fn`` raised on another rank, or a rank was lost; see :func:`ep_comm.failing_fast`.
+
+            In every case model, optimizer, random number generators and extra state are as before the step. With
+            ``check="deferred"`` the error may be that of an earlier step; that step and all behind it are then undone.
         """
         with self._being_busy():
             return self._launch(batch) if self._deferred else self._run(batch)
@@ -191,7 +194,7 @@ class StepRunner:
         """One step, committed or undone."""
         leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
         before = self._snapshot.take(leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
-        with self._undoing(before):
+        with self._undoing(before), failing_fast(f"step {self.steps}", group=self._group):
             result, verdict, updated = self._first_attempt(batch)
             self._layers.raise_failure(verdict)
             if verdict.overflow:
@@ -220,6 +223,7 @@ class StepRunner:
         self._layers.raise_exceeded(verdict)
         self._layers.grow(verdict)
         self.replays += 1
+        self.replayed_steps.append(self.steps)
         return result, verdict
 
     def _commit(self, batch: Any, verdict: Verdict, updated: bool) -> None:
@@ -251,7 +255,8 @@ class StepRunner:
         """Close the oldest open verdict: commit the step, or turn back to it."""
         step = self._pending.popleft()
         try:
-            verdict = step.launched.verdict()
+            with failing_fast(f"step {self.steps}", group=self._group):
+                verdict = step.launched.verdict()
         except BaseException:
             self._pending.clear()
             raise

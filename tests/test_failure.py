@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ep_comm
 from ep_comm import failing_fast
 from tests.harness import Caught, Died, expect_error, run_ranks
 from tests.test_distributed import environment, free_port
@@ -34,6 +35,15 @@ def sum_of_ranks() -> None:
     assert x[0] == dist.get_world_size()
 
 
+def stay_until_all_are_done(world_size: int) -> None:
+    """The rank that failed stays alive for as long as the others need."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("tests/done", 1)
+    deadline = time.monotonic() + SOON
+    while store.add("tests/done", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def one_rank_raises(rank: int, world_size: int) -> tuple[Caught, float]:
     """The rank that raises stays alive, so no connection breaks by itself."""
 
@@ -45,8 +55,7 @@ def one_rank_raises(rank: int, world_size: int) -> tuple[Caught, float]:
             sum_of_ranks()
 
     result = timed(body)
-    if rank == 1:
-        time.sleep(SOON)
+    stay_until_all_are_done(world_size)
     return result
 
 
@@ -189,3 +198,49 @@ def test_what_cannot_be_broken_ends_with_the_message() -> None:
         f"rank 0 cannot be freed from step 1: rank 1 (host {HOST}) failed in step 1: OSError: disk full" in first.stderr
     )
     assert "OSError: disk full" in second.stderr
+
+
+# ---- inside a StepRunner --------------------------------------------------------------------------------------
+
+
+def runner_with_a_fault(rank: int, world_size: int, fault: str) -> tuple[Caught, float, bool, int]:
+    """One good step, then one in which rank 1 alone does something wrong and stays alive."""
+    torch.manual_seed(3)
+    config = ep_comm.EPConfig(4, 2, 32, 8, mode="static", alignment=1, budget_rows=64, pair_rows=8)
+    dispatcher = ep_comm.Dispatcher(config, name="layer 3")
+    model = torch.nn.Linear(32, 32)
+    model.register_buffer("seen", torch.zeros(()))
+
+    def step(faulty: bool) -> None:
+        model.seen.add_(1)
+        d = dispatcher.dispatch(
+            model(torch.ones(4, 32)), torch.tensor([[0, 3], [2, 1], [1, 3], [3, 0]]), torch.ones(4, 2)
+        )
+        rows = d.tokens
+        if faulty and rank == 1 and fault == "bad argument":
+            rows = rows[:-1]
+        if faulty and rank == 1 and fault == "user code":
+            raise ValueError("bad luck")
+        dispatcher.combine(rows, d.handle, apply_weights=True).sum().backward()
+
+    runner = ep_comm.StepRunner(step, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    runner(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    caught, seconds = timed(lambda: runner(True))
+    untouched = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    stay_until_all_are_done(world_size)
+    return caught, seconds, untouched, runner.steps
+
+
+@pytest.mark.parametrize(
+    "fault, type_there, words",
+    [("user code", "ValueError", "ValueError: bad luck"), ("bad argument", "ArgumentError", "ArgumentError: ")],
+)
+def test_a_runner_ends_its_peers_and_undoes_the_step(fault: str, type_there: str, words: str) -> None:
+    (here, seconds, *state), (there, _, *state_there) = run_ranks(
+        runner_with_a_fault, 2, fault, fresh=True, group_timeout=GROUP_TIMEOUT
+    )
+    assert there.type == type_there
+    assert here.type == "PeerLostError" and seconds < SOON
+    assert here.message.startswith(f"rank 1 (host {HOST}) failed in step 1: {words}")
+    assert state == state_there == [True, 1]
