@@ -42,19 +42,32 @@ def train(
         ),
     ] = None,
     steps: Annotated[int, _option("--steps", "Optimizer steps of the whole run.", _TRAINING)] = 120,
-    batch_size: Annotated[int, _option("--batch-size", "Sequences a rank and step.", _TRAINING)] = 8,
+    batch_size: Annotated[
+        OptInt, _option("--batch-size", "Sequences a rank and step.", _TRAINING, show_default="8")
+    ] = None,
     seed: Annotated[int, _option("--seed", "Weights, dropout and order of the text.", _TRAINING)] = 0,
-    learning_rate: Annotated[float, _option("--lr", "Peak learning rate.", _TRAINING)] = 3e-3,
+    learning_rate: Annotated[
+        OptFloat, _option("--lr", "Peak learning rate.", _TRAINING, show_default="0.003; 0.001 on GPUs")
+    ] = None,
     warmup: Annotated[int, _option("--warmup", "Steps of linear warm-up, before the cosine decay.", _TRAINING)] = 10,
     weight_decay: Annotated[float, _option("--weight-decay", "AdamW's decay.", _TRAINING)] = 0.01,
     clip: Annotated[float, _option("--clip", "Largest gradient norm over the whole model.", _TRAINING)] = 1.0,
-    dtype: Annotated[str, _option("--dtype", "fp32 or bf16, of weights and activations.", _TRAINING)] = "fp32",
+    dtype: Annotated[
+        OptStr,
+        _option("--dtype", "fp32 or bf16, of weights and activations.", _TRAINING, show_default="fp32; bf16 on GPUs"),
+    ] = None,
     device: Annotated[str, _option("--device", "auto, cpu or cuda.", _TRAINING)] = "auto",
-    hidden_size: Annotated[int, _option("--hidden-size", "Width of a token.", _MODEL)] = 128,
-    layers: Annotated[int, _option("--layers", "Decoder layers.", _MODEL)] = 3,
-    heads: Annotated[int, _option("--heads", "Attention heads.", _MODEL)] = 4,
-    ffn_size: Annotated[int, _option("--ffn-size", "Inner width of an expert.", _MODEL)] = 192,
-    sequence_length: Annotated[int, _option("--sequence-length", "Bytes of a sequence.", _MODEL)] = 128,
+    hidden_size: Annotated[
+        OptInt, _option("--hidden-size", "Width of a token.", _MODEL, show_default="128; 1024 on GPUs")
+    ] = None,
+    layers: Annotated[OptInt, _option("--layers", "Decoder layers.", _MODEL, show_default="3; 6 on GPUs")] = None,
+    heads: Annotated[OptInt, _option("--heads", "Attention heads.", _MODEL, show_default="4; 8 on GPUs")] = None,
+    ffn_size: Annotated[
+        OptInt, _option("--ffn-size", "Inner width of an expert.", _MODEL, show_default="192; 512 on GPUs")
+    ] = None,
+    sequence_length: Annotated[
+        OptInt, _option("--sequence-length", "Bytes of a sequence.", _MODEL, show_default="128; 512 on GPUs")
+    ] = None,
     dropout: Annotated[float, _option("--dropout", "Dropout on the residual branches.", _MODEL)] = 0.05,
     tied_embedding: Annotated[
         bool, _option("--tied-embedding", "Share the weights of embedding and output.", _MODEL)
@@ -63,8 +76,10 @@ def train(
     fp32_logits: Annotated[
         bool, _option("--fp32-logits", "Compute the logits in FP32 whatever --dtype is.", _MODEL)
     ] = False,
-    num_experts: Annotated[int, _option("--experts", "Experts of a layer, over all ranks.", _MODEL)] = 8,
-    top_k: Annotated[int, _option("--top-k", "Experts a token.", _MODEL)] = 2,
+    num_experts: Annotated[
+        OptInt, _option("--experts", "Experts of a layer, over all ranks.", _MODEL, show_default="8; 64 on GPUs")
+    ] = None,
+    top_k: Annotated[OptInt, _option("--top-k", "Experts a token.", _MODEL, show_default="2; 8 on GPUs")] = None,
     score: Annotated[str, _option("--score", "Router score: sigmoid or softmax.", _MODEL)] = "sigmoid",
     bias_rate: Annotated[
         float, _option("--bias-rate", "Step of the loss-free load balancing; 0 = off.", _MODEL)
@@ -96,6 +111,9 @@ def train(
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _EP)] = 16,
     transport: Annotated[str, _option("--transport", "auto, collective or symmetric.", _EP)] = "auto",
     capture: Annotated[str, _option("--capture", "CUDA graphs: auto, always or never.", _EP)] = "auto",
+    check: Annotated[
+        str, _option("--check", "When verdicts are read: every_step, or deferred (two steps later).", _EP)
+    ] = "every_step",
     validation_batches: Annotated[
         int, _option("--validation-batches", "Batches of held-out text at the end.", _OUTPUT)
     ] = 4,
@@ -124,13 +142,24 @@ def train(
     from ..train.options import TrainOptions, parse_budget
 
     arguments["budget"] = parse_budget(budget)
-    options = TrainOptions(**arguments)
+    options = TrainOptions(**_with_defaults(arguments))
     launched = detect_launcher(os.environ)
     if launched.launcher == "single":
         return _on_own_ranks(options, ranks)
     if ranks is not None and ranks != launched.world_size:
         raise ConfigError(f"--ranks {ranks}, but {launched.launcher} started {launched.world_size} ranks")
     return _on_this_rank(options)
+
+
+def _with_defaults(arguments: dict[str, object]) -> dict[str, object]:
+    """Leave out what was not given, so that TrainOptions' defaults apply, or on GPUs those for GPUs."""
+    import torch
+
+    from ..train.options import GPU_DEFAULTS
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+    on_gpu = torch.cuda.is_available() and arguments["device"] != "cpu"
+    return {**(GPU_DEFAULTS if on_gpu else {}), **given}
 
 
 def _on_own_ranks(options: object, ranks: int | None) -> int:

@@ -29,6 +29,7 @@ from .timing import PhaseClock, TimedTransport
 __all__ = ["DIRECTIONS", "History", "Trainer", "TrainingError"]
 
 DIRECTIONS = ("dispatch_forward", "dispatch_backward", "combine_forward", "combine_backward")
+_LOSSES_TOGETHER = 16
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -70,6 +71,9 @@ class Trainer:
         history: of all steps so far.
         clock: host time of each phase since this process started the run.
         seconds: time spent in steps by this process.
+        step_seconds: of every step by this process, sorted by what it was: ``"graph"`` (one launch of a CUDA
+            graph), ``"plain"``, ``"replayed"`` (both attempts), ``"capturing"``. With deferred verdicts the mean
+            of steps whose losses are read together.
     """
 
     def __init__(self, options: TrainOptions, env: Env, corpus: ByteCorpus, *, mode: str | None = None) -> None:
@@ -80,6 +84,7 @@ class Trainer:
         self.history = History()
         self.clock = PhaseClock()
         self.seconds = 0.0
+        self.step_seconds: dict[str, list[float]] = {}
         self._trace: RouterTraceWriter | None = None
         self.model = self._make_model()
         self.layers: list[MoELayer] = self.model.moe_layers()
@@ -101,12 +106,14 @@ class Trainer:
             if capture == "always" and mode is None:
                 raise ConfigError("--capture always needs a GPU, static mode and no --trace")
             capture = "never"
+        self._losses_together = _LOSSES_TOGETHER if options.check == "deferred" and capture != "never" else 1
         self.runner = StepRunner(
             self._train_step,
             model=self.model,
             optimizer=self.optimizer,
             group=env.group,
             capture=capture,
+            check=options.check,
             headroom=options.headroom,
         )
         self._watch_time()
@@ -124,23 +131,43 @@ class Trainer:
         """
         self.model.train()
         while self.step < until:
-            start = time.perf_counter()
+            # With deferred verdicts losses are read together now and then: reading one waits for the GPU.
+            self._train_steps(min(until - self.step, self._losses_together))
+            if on_step is not None:
+                on_step(self)
+
+    def _train_steps(self, count: int) -> None:
+        start, runner = time.perf_counter(), self.runner
+        replays, captures, launches = runner.replays, runner.captures, runner.graph_replays
+        first, losses, budgets = self.step, [], []
+        for _ in range(count):
             with self.clock.measure("data"):
                 batch = self._batch(self.step)
             self._set_learning_rate()
-            replays, budgets = self.runner.replays, [layer.dispatcher.budget_rows for layer in self.layers]
+            budgets.append([layer.dispatcher.budget_rows for layer in self.layers])
             before_runner = time.perf_counter()
-            loss = float(self.runner(batch))
+            losses.append(runner(batch))
+            if count == 1:
+                losses[0] = float(losses[0])
             self.clock.finish_step(time.perf_counter() - before_runner)
+            self.step += 1
+        runner.flush()
+        for step, loss in enumerate(map(float, losses), first):
             if not math.isfinite(loss):
-                raise TrainingError(f"the loss became {loss} in step {self.step}: lower --lr, or raise --warmup")
+                raise TrainingError(f"the loss became {loss} in step {step}: lower --lr, or raise --warmup")
             if self._trace is not None:
                 self._trace.commit()
-            self._remember(loss, self.runner.replays > replays, budgets)
-            self.step += 1
-            self.seconds += time.perf_counter() - start
-            if on_step is not None:
-                on_step(self)
+            self._remember(loss, budgets[step - first])
+        self.history.replayed += runner.replayed_steps[len(runner.replayed_steps) - (runner.replays - replays) :]
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        if runner.replays > replays:
+            kind = "replayed"
+        elif runner.captures > captures:
+            kind = "capturing"
+        else:
+            kind = "graph" if runner.graph_replays - launches == count else "plain"
+        self.step_seconds.setdefault(kind, []).extend([seconds / count] * count)
 
     def attach_trace(self, path: Path) -> None:
         """Write the routing of every committed step from here on."""
@@ -274,11 +301,9 @@ class Trainer:
             else:
                 group["lr"] = rate
 
-    def _remember(self, loss: float, replayed: bool, budgets: list[int]) -> None:
+    def _remember(self, loss: float, budgets: list[int]) -> None:
         history = self.history
         history.losses.append(loss)
-        if replayed:
-            history.replayed.append(self.step)
         if self.mode == "static":
             history.budgets.append(budgets)
             if self.env.device.type == "cpu" or self.options.plot is not None:

@@ -13,7 +13,13 @@ from ..errors import ConfigError
 from ..tune.budgets import BudgetFile, load_budgets
 from .model import ModelConfig
 
-__all__ = ["TrainOptions", "parse_budget"]
+__all__ = ["GPU_DEFAULTS", "TrainOptions", "parse_budget"]
+
+GPU_DEFAULTS: dict[str, Any] = {
+    "batch_size": 8, "learning_rate": 1e-3, "dtype": "bf16", "hidden_size": 1024, "layers": 6, "heads": 8,
+    "ffn_size": 512, "sequence_length": 512, "num_experts": 64, "top_k": 8,
+}  # fmt: skip
+"""What `ep-comm train` takes on GPUs for options that were not given: a model that keeps one busy."""
 
 # A resumed run that differs in one of these would not be the run that was saved.
 _IDENTITY = (
@@ -42,7 +48,7 @@ class TrainOptions:
             see :class:`ep_comm.EPConfig`; ``grad_dtype`` is its ``combine_backward_dtype``.
             ``budget`` may also be what ``ep-comm tune`` recommends, a budget of its own for every layer.
         headroom: share added to what was required when a budget grows.
-        capture: CUDA graphs, see :class:`ep_comm.StepRunner`.
+        capture, check: CUDA graphs, and when verdicts are read; see :class:`ep_comm.StepRunner`.
         dtype: ``"fp32"`` or ``"bf16"``, of parameters and activations.
         device: ``"auto"`` or a torch device.
         validation_batches: batches of held-out text at the end of the run.
@@ -77,6 +83,7 @@ class TrainOptions:
     transport: str = "auto"
     headroom: float = 0.1
     capture: str = "auto"
+    check: str = "every_step"
     dtype: str = "fp32"
     device: str = "auto"
     hidden_size: int = 128
@@ -122,6 +129,8 @@ class TrainOptions:
             path = getattr(self, name)
             if path is not None and not path.expanduser().resolve().parent.is_dir():
                 raise ConfigError(f"{_flag(name)} {path}: the folder {path.parent} does not exist")
+        if self.plot is not None and self.check == "deferred":
+            raise ConfigError("--plot draws what every step needed and reads it step by step: use --check every_step")
         if self.resume is not None and not self.resume.is_dir():
             raise ConfigError(f"--resume {self.resume}: no such folder")
         if isinstance(self.budget, BudgetFile) and self.capacity_factor is not None:
@@ -137,6 +146,7 @@ class TrainOptions:
             ("score", ("sigmoid", "softmax")),
             ("dtype", ("fp32", "bf16")),
             ("capture", ("auto", "always", "never")),
+            ("check", ("every_step", "deferred")),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{_flag(name)} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -226,8 +236,7 @@ def parse_budget(text: str | None) -> int | BudgetFile | None:
 
 
 _FLAGS = {
-    "learning_rate": "--lr", "num_experts": "--experts", "sequence_length": "--sequence-length",
-    "validation_batches": "--validation-batches",
+    "learning_rate": "--lr", "num_experts": "--experts",
 }  # fmt: skip
 
 

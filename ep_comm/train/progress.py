@@ -27,6 +27,7 @@ class TrainingProgress:
     def __init__(self, console: Console | None, label: str, steps: int, first: int = 0) -> None:
         self._console, self._label, self._steps, self._first = console, label, steps, first
         self._bar: Progress | None = None
+        self._printed: int | None = None
         self._every = max(1, (steps - first) // _LINES)
         if console is not None and console.is_terminal:
             self._bar = Progress(
@@ -57,7 +58,8 @@ class TrainingProgress:
             self._bar.update(self._task, completed=run.step, loss=f"{loss:.3f}", rate=short(rate), events=events)
             return
         done = run.step - self._first
-        if done == 1 or done % self._every == 0 or run.step == self._steps:
+        if self._printed is None or done // self._every > self._printed // self._every or run.step == self._steps:
+            self._printed = done
             self._console.print(
                 f"{self._label}  step {run.step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.3f}  "
                 f"{short(rate)} tok/s  {events}".rstrip(),

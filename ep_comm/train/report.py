@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..tune.budgets import BudgetFile
 from .gradients import is_expert
 from .loop import Trainer
 
-__all__ = ["count_parameters", "print_report", "run_facts", "write_json"]
+__all__ = ["count_parameters", "print_report", "run_facts", "step_milliseconds", "write_json"]
 
 _PHASE_NAMES = {
     "data": "reading text",
@@ -56,6 +57,9 @@ def run_facts(run: Trainer) -> dict[str, Any]:
         "layers": [vars(layer) for layer in run.runner.budgets()],
         "wire": run.wire_facts(),
         "phase_seconds": _mean_over_ranks(run),
+        "captures": run.runner.captures,
+        "graph_replays": run.runner.graph_replays,
+        "step_milliseconds": step_milliseconds(run),
         "losses": history.losses,
         "options": {name: _plain(value) for name, value in vars(options).items()},
     }
@@ -75,6 +79,9 @@ def print_report(console: Console, facts: dict[str, Any]) -> None:
     if any(facts["phase_seconds"].values()):
         console.print()
         console.print(_time_table(facts))
+    if facts["device"] != "cpu":
+        console.print()
+        console.print(_step_table(facts))
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
@@ -155,6 +162,34 @@ def _time_table(facts: dict[str, Any]) -> Table:
     table.add_column("share", justify="right")
     for phase, value in seconds.items():
         table.add_row(_PHASE_NAMES[phase], f"{1e3 * value / steps:.1f}", f"{100 * value / total:.0f} %")
+    return table
+
+
+_STEP_NAMES = {
+    "graph": "one CUDA graph",
+    "plain": "without a graph",
+    "replayed": "with a replay (both attempts)",
+    "capturing": "that captured a graph",
+}
+
+
+def step_milliseconds(run: Trainer) -> dict[str, dict[str, float]]:
+    """Median time and number of the steps of each kind, by this process's clock."""
+    return {
+        kind: {"median": 1e3 * statistics.median(seconds), "steps": len(seconds)}
+        for kind, seconds in run.step_seconds.items()
+    }
+
+
+def _step_table(facts: dict[str, Any]) -> Table:
+    table = Table(title="Time of a step (median, this process)", title_justify="left")
+    table.add_column("step", no_wrap=True)
+    table.add_column("number", justify="right")
+    table.add_column("ms", justify="right")
+    for kind, entry in sorted(facts["step_milliseconds"].items(), key=lambda item: list(_STEP_NAMES).index(item[0])):
+        table.add_row(_STEP_NAMES[kind], str(entry["steps"]), f"{entry['median']:.2f}")
+    table.caption = f"{facts['captures']} graphs captured, launched {facts['graph_replays']} times"
+    table.caption_justify = "left"
     return table
 
 

@@ -13,8 +13,8 @@ from .loop import Trainer
 from .options import TrainOptions
 from .plot import plot_run
 from .progress import TrainingProgress, short
-from .report import count_parameters, print_report, run_facts, write_json
-from .verify import Comparison, compare_runs
+from .report import count_parameters, print_report, run_facts, step_milliseconds, write_json
+from .verify import compare_runs
 
 __all__ = ["train"]
 
@@ -47,7 +47,7 @@ def train(options: TrainOptions, env: Env) -> None:
             plot_run(options.plot, run.history, validation_loss, title)
             console.print(f"\nplot written to {options.plot}")
     if options.verify:
-        facts["verified"] = vars(_verify(run, console))
+        facts["verified"], facts["eager_step_milliseconds"] = _verify(run, console)
     if console is not None and options.json is not None:
         write_json(options.json, facts)
     run.close()
@@ -64,8 +64,8 @@ def _train_and_save(run: Trainer, progress: TrainingProgress) -> None:
             run.save(options.save)
 
 
-def _verify(run: Trainer, console: Console | None) -> Comparison:
-    """Train the same run again in eager mode, from the same start, and compare."""
+def _verify(run: Trainer, console: Console | None) -> tuple[dict[str, int], float]:
+    """Train the same run again in eager mode, from the same start, and compare; also an eager step's time in ms."""
     options = run.options
     eager = Trainer(options, run.env, run.corpus, mode="eager")
     if options.resume is not None:
@@ -76,6 +76,7 @@ def _verify(run: Trainer, console: Console | None) -> Comparison:
         result = compare_runs(run, eager)
     finally:
         eager.close()
+    own, ms = step_milliseconds(run), step_milliseconds(eager)["plain"]["median"] if eager.step_seconds else 0.0
     if console is not None:
         console.print(
             f"\nweights: bit for bit equal to eager mode ({result.tensors} tensors, {result.values:,} "
@@ -83,7 +84,10 @@ def _verify(run: Trainer, console: Console | None) -> Comparison:
             f"{result.state_values:,} values)",
             style="green",
         )
-    return result
+        if "graph" in own:
+            ratio = ms / own["graph"]["median"]
+            console.print(f"a step takes {ms:.2f} ms in eager mode: {ratio:.2f} times that of a CUDA graph")
+    return vars(result), ms
 
 
 def _announce(console: Console | None, run: Trainer) -> None:
