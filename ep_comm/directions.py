@@ -1,7 +1,8 @@
 """The four directions as autograd functions: dispatch and combine, each forward and backward.
 
 Dispatch forward and combine backward are ``scatter_rows``; combine forward and dispatch backward are
-``gather_sum``. Everything else about them (formats, weighting, which inputs get gradients) is here.
+``gather_sum``. Everything else about them (formats, weighting, which inputs get gradients) is here. Each
+direction is a method of :class:`Channel`, so that the operators of :mod:`ep_comm.operators` do the same.
 
 Collectives in a backward pass hang unless every rank runs it. Two inputs see to that. The dispatch takes an
 ``anchor`` that always requires a gradient, so its backward is recorded on a rank whose tokens do not (one
@@ -36,6 +37,7 @@ class Channel:
     Attributes:
         transport, route: how to move rows.
         label: names the dispatcher and the dispatch in error messages.
+        sequence: number of the dispatch among those of its dispatcher.
         dispatch_format: wire format of the dispatch forward.
         mxfp8_gradients: whether the combine backward travels as MXFP8.
         rounding: scale rule of MXFP8.
@@ -44,6 +46,7 @@ class Channel:
     transport: Transport
     route: Route
     label: str
+    sequence: int
     dispatch_format: RowFormat
     mxfp8_gradients: bool
     rounding: str
@@ -51,6 +54,45 @@ class Channel:
     def operation(self, direction: str) -> str:
         """The text that errors use for an operation of this dispatch."""
         return f"{direction} of {self.label}"
+
+    def dispatch_forward(self, tokens_TH: Tensor, weights_TK: Tensor) -> tuple[Tensor | MXFP8Tensor, Tensor]:
+        """Rows ``[R, H]`` and their weights ``[R]``."""
+        return self.transport.scatter_rows(
+            self.route,
+            tokens_TH.contiguous(),
+            weights_TK.contiguous(),
+            self.dispatch_format,
+            self.operation("dispatch forward"),
+        )
+
+    def dispatch_backward(self, grad_RH: Tensor, grad_weights_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the tokens ``[T, H]`` and of the routing weights ``[T, K]``."""
+        return self.transport.gather_sum(
+            self.route,
+            grad_RH.to(self.dispatch_format.dtype).contiguous(),
+            None,
+            grad_weights_R.contiguous(),
+            self.operation("dispatch backward"),
+        )
+
+    def combine_forward(self, output_RH: Tensor, weights_R: Tensor | None) -> Tensor:
+        """Sums ``[T, H]`` of the rows, times ``weights_R`` if given."""
+        out_TH, _ = self.transport.gather_sum(
+            self.route, output_RH.contiguous(), weights_R, None, self.operation("combine forward")
+        )
+        return out_TH
+
+    def combine_backward(self, grad_TH: Tensor, dtype: torch.dtype) -> Tensor:
+        """Every row's gradient ``[R, H]`` in ``dtype``, that of the combined rows; not yet times its weight."""
+        wire = RowFormat(dtype, mxfp8=self.mxfp8_gradients, rounding=self.rounding)
+        grad_RH, _ = self.transport.scatter_rows(
+            self.route, grad_TH.contiguous(), None, wire, self.operation("combine backward")
+        )
+        return grad_RH
+
+    def weighted_backward(self, output_RH: Tensor, grad_RH: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of rows and weights ``[R]``, given that of their product."""
+        return weighted_backward(output_RH, grad_RH, weights_R, self.route.plan.expert_offsets_L1[-1:])
 
 
 class Dispatch(torch.autograd.Function):
@@ -67,13 +109,7 @@ class Dispatch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.channel = channel
         ctx.save_for_backward(weights_TK)
-        rows, weights_R = channel.transport.scatter_rows(
-            channel.route,
-            tokens_TH.contiguous(),
-            weights_TK.contiguous(),
-            channel.dispatch_format,
-            channel.operation("dispatch forward"),
-        )
+        rows, weights_R = channel.dispatch_forward(tokens_TH, weights_TK)
         shape = (channel.route.sizing.rows, tokens_TH.shape[1])
         ctx.rows_like = (shape, tokens_TH.dtype, tokens_TH.device)
         if not isinstance(rows, MXFP8Tensor):
@@ -95,14 +131,7 @@ class Dispatch(torch.autograd.Function):
             grad_RH = torch.zeros(shape, dtype=dtype, device=device)
         if grad_weights is None:
             grad_weights = torch.zeros(shape[0], dtype=torch.float32, device=device)
-        grad_TH, grad_TK = channel.transport.gather_sum(
-            channel.route,
-            grad_RH.to(dtype).contiguous(),
-            None,
-            grad_weights.contiguous(),
-            channel.operation("dispatch backward"),
-        )
-        return grad_TH, grad_TK, None, None
+        return *channel.dispatch_backward(grad_RH, grad_weights), None, None
 
 
 class Combine(torch.autograd.Function):
@@ -116,14 +145,7 @@ class Combine(torch.autograd.Function):
         output_RH = output_RH.contiguous()
         ctx.output_like = (output_RH.shape[1], output_RH.dtype, output_RH.device)
         ctx.save_for_backward(weights_R, *([output_RH] if apply_weights else []))
-        out_TH, _ = channel.transport.gather_sum(
-            channel.route,
-            output_RH,
-            weights_R if apply_weights else None,
-            None,
-            channel.operation("combine forward"),
-        )
-        return out_TH
+        return channel.combine_forward(output_RH, weights_R if apply_weights else None)
 
     @staticmethod
     @once_differentiable
@@ -133,11 +155,7 @@ class Combine(torch.autograd.Function):
         hidden_size, dtype, device = ctx.output_like
         if grad_TH is None:
             grad_TH = torch.zeros(channel.route.plan.num_tokens, hidden_size, dtype=dtype, device=device)
-        wire = RowFormat(dtype, mxfp8=channel.mxfp8_gradients, rounding=channel.rounding)
-        grad_RH, _ = channel.transport.scatter_rows(
-            channel.route, grad_TH.contiguous(), None, wire, channel.operation("combine backward")
-        )
+        grad_RH = channel.combine_backward(grad_TH, dtype)
         if not ctx.apply_weights:
             return grad_RH, None, None, None
-        in_use = channel.route.plan.expert_offsets_L1[-1:]
-        return *weighted_backward(saved[0], grad_RH, weights_R, in_use), None, None
+        return *channel.weighted_backward(saved[0], grad_RH, weights_R), None, None

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from .budget import StaticBudget
 from .config import EPConfig, round_up
 from .devices import group_device
 from .directions import Channel, Combine, Dispatch
-from .errors import ConfigError, EPError
+from .errors import ClosedError, ConfigError, EPError
 from .exchange import Exchange
 from .handle import Dispatched, DispatchHandle
 from .ledger import Demand, DispatchRecord, StepLedger, current_ledger
@@ -32,6 +33,7 @@ __all__ = ["DispatchHandle", "Dispatched", "Dispatcher"]
 log = logging.getLogger("ep_comm")
 
 _numbers = itertools.count()
+_dispatchers: WeakValueDictionary[int, Dispatcher] = WeakValueDictionary()
 
 Direction = Literal["dispatch_forward", "dispatch_backward", "combine_forward", "combine_backward"]
 
@@ -64,7 +66,9 @@ class Dispatcher:
         self.ep_size = dist.get_world_size(group) if group is not None else 1
         if self.rank < 0:
             raise ConfigError("group: this process is not a member of the process group it was given")
-        self.ordinal = agree_on_dispatcher(config, next(_numbers), group, self.rank)
+        self.number = next(_numbers)
+        """Tells the dispatchers of this process apart, see :func:`dispatcher_of_number`."""
+        self.ordinal = agree_on_dispatcher(config, self.number, group, self.rank)
         """Tells the dispatchers of a group apart; the same on all its ranks."""
         self.name = name or f"dispatcher {self.ordinal}"
         if config.num_experts % self.ep_size:
@@ -92,6 +96,7 @@ class Dispatcher:
         self._closed = False
         self._latest: RoutingPlan | None = None
         self._set_device(group_device(group))
+        _dispatchers[self.number] = self
 
     # -- the two calls -------------------------------------------------------------------------------
 
@@ -114,6 +119,10 @@ class Dispatcher:
                 mode ids out of range are recorded instead, and raised by :meth:`check` or by the step runner.
             PeerLostError: a rank died or did not arrive.
         """
+        if torch.compiler.is_compiling():
+            from . import operators  # only here: it needs what torch.compile imports, which takes seconds
+
+            return operators.dispatch(self, tokens, topk_idx, topk_weights)
         fault = check_dispatch(self, tokens, topk_idx, topk_weights)
         return self._dispatch(tokens, topk_idx, topk_weights, fault)
 
@@ -129,37 +138,15 @@ class Dispatcher:
         raise AssertionError("a fault always raises")
 
     def _dispatch(self, tokens: Any, topk_idx: Any, topk_weights: Any, fault: Fault | None) -> Dispatched:
-        if fault is None and self.ep_size == 1:
-            self._set_device(tokens.device)
         if fault is not None:
-            tokens, topk_idx, topk_weights = self._no_tokens()
-        ledger = current_ledger()
-        if ledger is not None:
-            ledger.enter(self)
-        exact = self.config.mode == "eager" or (ledger is not None and ledger.exact and not self.drops)
-        sequence = self._sequence
-        plan, sizing = self._exchange.plan(tokens, topk_idx, topk_weights, fault, sequence, exact=exact)
-        self._note(plan)
-        # Counted only now: where the exchange ended in an error, it ended so on all ranks.
-        self._sequence += 1
-        channel = self._channel(plan, sizing, tokens.dtype, sequence)
-        anchor = self._anchor if torch.is_grad_enabled() else self._anchor.detach()
+            tokens, topk_idx, topk_weights = self.no_tokens()
+        channel = self.open_channel(tokens, topk_idx, topk_weights, fault, rows=self.planned_rows)
+        anchor = self.anchor if torch.is_grad_enabled() else self.anchor.detach()
         rows, scales, link, weights = Dispatch.apply(tokens, topk_weights, anchor, channel)
-        if fault is None and torch._C._current_graph_task_id() == -1:
-            for hook in self.routing_hooks:
-                hook(self, topk_idx)
-        if fault is not None:
-            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
-        handle = DispatchHandle(
-            num_tokens=plan.num_tokens,
-            num_rows=sizing.rows,
-            weights=weights,
-            rows_link=link,
-            dispatcher=self,
-            sequence=sequence,
-            channel=channel,
-        )
+        self.finish_dispatch(topk_idx, fault)
         received = rows if scales is None else MXFP8Tensor(rows, scales)
+        plan = channel.route.plan
+        handle = DispatchHandle.of(self, channel, weights, rows_link=link)
         return Dispatched(received, weights, plan.tokens_per_expert_L, plan.expert_offsets_L1, handle)
 
     def combine(self, expert_output: Tensor, handle: DispatchHandle, apply_weights: bool = False) -> Tensor:
@@ -180,13 +167,69 @@ class Dispatcher:
             ArgumentError, HandleError, ClosedError: on all ranks in eager mode (see ``EPConfig.handshake``).
             PeerLostError: a rank died or did not arrive.
         """
+        if torch.compiler.is_compiling() or getattr(handle, "ticket", None) is not None:
+            from . import operators
+
+            return operators.combine(self, expert_output, handle, bool(apply_weights))
+        self.admit_combine(expert_output, handle, apply_weights)
+        return Combine.apply(expert_output, handle.weights, handle.channel, bool(apply_weights))
+
+    # -- the steps of the two calls, for operators that are made of them ------------------------------
+
+    @property
+    def planned_rows(self) -> int | None:
+        """Rows that the receive buffer of a dispatch would have now; None where they follow from what arrives."""
+        ledger = current_ledger()
+        if self.budget is None or (ledger is not None and ledger.exact and not self.drops):
+            return None
+        return self.budget.rows.rows
+
+    def open_channel(
+        self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, fault: Fault | None, *, rows: int | None
+    ) -> Channel:
+        """Exchange the routing counts of a dispatch and decide how its rows move.
+
+        Args:
+            fault: what is wrong on this rank; the tensors are then those of :meth:`no_tokens`.
+            rows: of the receive buffer; None sizes it by what arrives.
+        """
+        if fault is None and self.ep_size == 1:
+            self._set_device(tokens.device)
+        ledger = current_ledger()
+        if ledger is not None:
+            ledger.enter(self)
+        sequence = self._sequence
+        plan, sizing = self._exchange.plan(tokens, topk_idx, topk_weights, fault, sequence, rows=rows)
+        self._note(plan)
+        # Counted only now: where the exchange ended in an error, it ended so on all ranks.
+        self._sequence += 1
+        return self._channel(plan, sizing, tokens.dtype, sequence)
+
+    def finish_dispatch(self, topk_idx: Tensor, fault: Fault | None) -> None:
+        """After the rows have moved: call the hooks, or raise what was wrong on this rank."""
+        if fault is not None:
+            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
+        if torch._C._current_graph_task_id() == -1:
+            for hook in self.routing_hooks:
+                hook(self, topk_idx)
+
+    def admit_combine(self, expert_output: Tensor, handle: DispatchHandle, apply_weights: bool) -> None:
+        """Check the arguments of a combine; in eager mode together with the other ranks."""
         fault = check_combine(self, expert_output, handle)
         if self.config.mode == "eager" and self.config.handshake:
             operation = Operation.WEIGHTED_COMBINE if apply_weights else Operation.COMBINE
             self._exchange.agree_to_combine(operation, self.device, expert_output, handle, fault)
         if fault is not None:
             raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
-        return Combine.apply(expert_output, handle.weights, handle.channel, bool(apply_weights))
+
+    def no_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Stand-ins for arguments that cannot be used, to take part in an exchange with."""
+        config, device = self.config, self.device
+        return (
+            torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device),
+            torch.empty(0, config.top_k, dtype=torch.int64, device=device),
+            torch.empty(0, config.top_k, dtype=torch.float32, device=device),
+        )
 
     # -- facts ---------------------------------------------------------------------------------------
 
@@ -382,6 +425,7 @@ class Dispatcher:
             transport=self._transport,
             route=self._transport.open_route(plan, sizing),
             label=f"{self.name}, dispatch {sequence}",
+            sequence=sequence,
             dispatch_format=RowFormat(
                 dtype,
                 mxfp8=config.dispatch_forward_dtype == "mxfp8",
@@ -390,15 +434,6 @@ class Dispatcher:
             ),
             mxfp8_gradients=config.combine_backward_dtype == "mxfp8",
             rounding=config.scale_rounding,
-        )
-
-    def _no_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Stand-ins for arguments that cannot be used, to take part in an exchange with."""
-        config, device = self.config, self.device
-        return (
-            torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device),
-            torch.empty(0, config.top_k, dtype=torch.int64, device=device),
-            torch.empty(0, config.top_k, dtype=torch.float32, device=device),
         )
 
     def _set_device(self, device: torch.device) -> None:
@@ -410,4 +445,16 @@ class Dispatcher:
         with torch.inference_mode(False):
             self.record = DispatchRecord(self.ep_size, device)
             self._sent = torch.zeros((), dtype=torch.int64, device=device)
-            self._anchor = torch.zeros((), device=device, requires_grad=True)
+            self.anchor = torch.zeros((), device=device, requires_grad=True)
+
+
+def dispatcher_of_number(number: int) -> Dispatcher:
+    """The dispatcher of this process with that ``number``, by which operators name it: they take no objects.
+
+    Raises:
+        ClosedError: it is gone.
+    """
+    dispatcher = _dispatchers.get(number)
+    if dispatcher is None:
+        raise ClosedError(f"dispatcher {number} of this process does not exist any more")
+    return dispatcher

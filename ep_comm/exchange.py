@@ -60,20 +60,22 @@ class Exchange:
         fault: Fault | None,
         sequence: int,
         *,
-        exact: bool,
+        rows: int | None,
     ) -> tuple[RoutingPlan, Sizing]:
         """Exchange counts, derive the plan, decide the sizes of this dispatch's buffers.
 
         Args:
             fault: what is wrong on this rank; the tensors are then stand-ins without tokens.
-            exact: size the buffers by what arrives, up to the ceiling of the budget if there is one.
+            rows: of the receive buffer; None sizes the buffers by what arrives, up to the ceiling of the budget if
+                there is one.
 
         Raises:
             EPError: what any rank reported, on all ranks; in static mode only where the host may look.
         """
-        limit = _NO_LIMIT
-        if self.budget is not None:
-            limit = self.budget.rows.ceiling if exact else self.budget.rows.rows
+        exact = rows is None
+        limit = rows
+        if exact:
+            limit = _NO_LIMIT if self.budget is None else self.budget.rows.ceiling
         device, dtype_code = tokens.device, DTYPES.index(tokens.dtype)
         request = PlanRequest(
             layout=self.layout,
@@ -98,7 +100,7 @@ class Exchange:
     ) -> None:
         """Let every rank know of every rank's bad argument, before rows move."""
         known = isinstance(handle, DispatchHandle)
-        sequence, num_tokens = (handle.sequence, handle.num_tokens) if known else (0, 0)
+        sequence, num_tokens = (handle.channel.sequence, handle.num_tokens) if known else (0, 0)
         dtype_code = DTYPES.index(expert_output.dtype) if fault is None else 0
         header = self._header(device, operation, sequence, num_tokens, dtype_code, _NO_LIMIT)
         message = self.layout.message(header, _words(fault or Fault(FaultCode.NONE), device))

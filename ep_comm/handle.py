@@ -35,8 +35,24 @@ class DispatchHandle:
     weights: Tensor
     rows_link: Tensor | None
     dispatcher: Dispatcher = field(repr=False)
-    sequence: int = field(repr=False)
-    channel: Channel = field(repr=False)
+    channel: Channel | None = field(repr=False)
+    """None where ``ticket`` stands for it."""
+    ticket: Tensor | None = field(default=None, repr=False)
+    """Of a dispatch made by an operator, see :mod:`ep_comm.operators`."""
+
+    @classmethod
+    def of(
+        cls, dispatcher: Dispatcher, channel: Channel, weights: Tensor, *, rows_link: Tensor | None = None
+    ) -> DispatchHandle:
+        """The handle of a dispatch whose rows move through ``channel``."""
+        return cls(
+            num_tokens=channel.route.plan.num_tokens,
+            num_rows=channel.route.sizing.rows,
+            weights=weights,
+            rows_link=rows_link,
+            dispatcher=dispatcher,
+            channel=channel,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
         return self

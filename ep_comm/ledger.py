@@ -7,10 +7,11 @@ the ledger costs one copy to the host for all of them together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,8 @@ class StepLedger:
             raise EPError("a StepRunner is running already: step_fn must not call another StepRunner")
         _current = self
         try:
-            yield self
+            with _uncompiled() if self.exact else nullcontext():
+                yield self
         finally:
             _current = None
 
@@ -183,6 +185,12 @@ class StepLedger:
             if status is not None:
                 dispatcher.raise_device_error([next(flat) for _ in range(status.numel())])
         return Verdict(overflow, failed, demands)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Where compiled functions run as they were written: sizes that follow the data do not fit their traces."""
+    # Without a compiled function nothing has imported it, and importing it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 _current: StepLedger | None = None

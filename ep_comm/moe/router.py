@@ -42,6 +42,16 @@ def count_tokens_per_expert(topk_idx_TK: torch.Tensor, num_experts: int) -> torc
     return counts.scatter_add_(0, bins, torch.ones_like(bins))[:num_experts]
 
 
+def _remember(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Put ``value`` into ``buffer``, unless this is activation recomputation."""
+    if torch.compiler.is_compiling():
+        from ..operators import unless_recomputed
+
+        buffer.copy_(unless_recomputed(value, buffer))
+    elif not in_backward():
+        buffer.copy_(value)
+
+
 class TopKRouter(nn.Module):
     """Softmax or sigmoid top-k router, in FP32 whatever the model's dtype.
 
@@ -211,14 +221,11 @@ class TopKRouter(nn.Module):
     ) -> torch.Tensor:
         """Count loads and tie the auxiliary loss to the weights, which are returned unchanged in value."""
         load_E = count_tokens_per_expert(topk_idx_TK, self.num_experts)
-        first_time = not in_backward()
-        if first_time:
-            self.tokens_per_expert.add_(load_E)
+        _remember(self.tokens_per_expert, self.tokens_per_expert + load_E)
         if self.aux_loss_coeff == 0:
             return topk_weights_TK
         loss = self.aux_loss_coeff * switch_balance_loss(scores_TE, load_E, self.top_k, token_mask_T)
-        if first_time:
-            self.aux_loss.copy_(loss.detach())
+        _remember(self.aux_loss, loss.detach())
         return _AddLossGradient.apply(topk_weights_TK, loss * self.aux_loss_scale)
 
     def _check(self, x_TH: torch.Tensor, token_mask_T: torch.Tensor | None) -> None:
