@@ -241,7 +241,7 @@ class Bench:
         self, number: int, direction: str, plan: Plan, session: Session, exact: bool, got: Any, work: Work
     ) -> str | None:
         if direction in _COPIES:
-            return work.check_rows(number, direction, plan.dtype, *got, session.alignment)
+            return work.check_rows(number, direction, plan.dtype, *got, session.alignment, session.least_segment)
         return work.check_sums(number, *got, exact)
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from ..options import BenchOptions, Shape
 from ..routing import RoutingSet, busiest_link_rows
 from ..work import Item
 
-__all__ = ["Contender", "Plan", "Place", "Session"]
+__all__ = ["Contender", "Place", "Plan", "Session", "import_problem", "pair_bytes", "token_bytes"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Session(ABC):
 
     alignment = 1
     """Of the experts' segments in the delivered rows."""
+    least_segment = 0
+    """Rows of the segment of an expert without tokens."""
 
     @abstractmethod
     def operation(self, direction: str, item: Item) -> Callable[[], tuple[Any, Tensor | None]]:
@@ -138,3 +142,17 @@ def token_bytes(routing: RoutingSet, row_bytes: int) -> int:
 def pair_bytes(routing: RoutingSet, row_bytes: int) -> int:
     """Wire bytes of a contender that sends a row for each (token, expert) pair."""
     return busiest_link_rows(routing.crossing_pairs_PP()) * row_bytes
+
+
+def import_problem(module: str, place: Place) -> str | None:
+    """Why a GPU package cannot be used here, or None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+    except Exception as error:  # whatever a package raises when its own needs are not met
+        first = str(error).strip().splitlines()
+        return f"not importable: {first[0] if first else type(error).__name__}"
+    if place.device.type != "cuda":
+        return "needs GPUs"
+    return "one rank sends nothing to others" if place.ep_size == 1 else None
