@@ -141,7 +141,7 @@ def predict(
     traffic = _Traffic(work, "bf16" if direction == "combine" else wire)
     if transport == "symmetric":
         return _symmetric(traffic, links, direction)
-    return _by_collectives(traffic, links, hierarchical=transport == "hierarchical")
+    return _by_collectives(traffic, links, direction, hierarchical=transport == "hierarchical")
 
 
 def unsuitable(work: Workload, transport: ModelTransport) -> str | None:
@@ -190,33 +190,36 @@ def _symmetric(traffic: _Traffic, links: Links, direction: str) -> Prediction:
     return Prediction(fixed + slowest, sent, 0.0, memory, _largest(terms))
 
 
-def _by_collectives(traffic: _Traffic, links: Links, *, hierarchical: bool) -> Prediction:
-    """Pack, exchange (twice if hierarchical), expand, one after the other; the combine is the same backwards."""
-    row, wire_row = traffic.row, traffic.wire_row
-    memory = traffic.tokens * (row + wire_row)
-    # Token rows are gathered into the send buffer, and what arrives is written, then read to be expanded.
-    first_hop = traffic.rail_rows if hierarchical else traffic.received
-    memory += 2 * first_hop * wire_row + first_hop * wire_row
+def _by_collectives(traffic: _Traffic, links: Links, direction: str, *, hierarchical: bool) -> Prediction:
+    """Gather, exchange (twice if hierarchical), expand, one kernel after the other; the combine goes back that way."""
+    wire_row, received = traffic.wire_row, traffic.received
+    # Between the ranks of a host the hierarchical combine keeps its sums in FP32.
+    inner_row = traffic.row * 2 if hierarchical and direction == "combine" else wire_row
+    memory = traffic.tokens * (traffic.row + wire_row)
+    # Each hop's rows are read into the send buffer and written there, arrive, and are read by what follows.
     if hierarchical:
-        memory += 2 * traffic.received * wire_row + traffic.received * wire_row
-    if traffic.decodes:
-        memory += traffic.received * (wire_row + row)
-    memory += 2 * traffic.expert_rows * traffic.delivered_row
-    if hierarchical:
-        local, network = traffic.forwarded * wire_row, traffic.rail_network * wire_row
+        memory += 4 * traffic.rail_rows * wire_row + 4 * received * inner_row
+        local, network = traffic.forwarded * inner_row, traffic.rail_network * wire_row
         wire = _us(network, links.network) + _us(local, links.local)
     else:
+        memory += 4 * received * wire_row
         local, network = traffic.flat_local * wire_row, traffic.flat_network * wire_row
         wire = max(_us(network, links.network), _us(local, links.local))
-    # The counts are one collective more.
-    fixed = links.collective_us * (3 if hierarchical else 2)
+    if direction == "combine":
+        memory += traffic.expert_rows * traffic.row
+    else:
+        memory += 2 * traffic.expert_rows * traffic.delivered_row
+        if traffic.decodes:
+            memory += received * (wire_row + traffic.row)
+    # The exchange of counts comes before a dispatch only.
+    calls = (2 if hierarchical else 1) + (direction == "dispatch")
     terms = {
         "local": _us(local, links.local),
         "network": _us(network, links.network),
         "memory": _us(memory, links.memory),
-        "fixed": fixed,
+        "fixed": calls * links.collective_us,
     }
-    return Prediction(fixed + wire + terms["memory"], local, network, memory, _largest(terms))
+    return Prediction(terms["fixed"] + wire + terms["memory"], local, network, memory, _largest(terms))
 
 
 def _us(count: float, gb_per_s: float) -> float:

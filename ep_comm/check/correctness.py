@@ -9,20 +9,23 @@ from itertools import product
 from typing import Any, get_args, get_type_hints
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EPConfig
 from ..dispatcher import Dispatcher
 from ..distributed import Env
 from ..errors import ConfigError
+from ..transport.hosts import host_name, ranks_by_host
 from .findings import ranges
 from .reference import Expected, Inputs, expected, make_inputs
 
-__all__ = ["DIRECTIONS", "Case", "CaseResult", "cases", "open_transports", "run_case", "shorten_reason"]
+__all__ = ["DIRECTIONS", "Case", "CaseResult", "Offer", "cases", "open_transports", "run_case", "shorten_reason"]
 
 DIRECTIONS = ("dispatch forward", "dispatch backward", "combine forward", "combine backward")
 _HIDDEN_SIZE = 256
 _LOCAL_EXPERTS = 2
+_SUMS_BY_HOST = ("hierarchical",)
 _ORDER_FREE = 1e-5  # the sum of a dot product may be taken in any order
 
 
@@ -64,13 +67,25 @@ def cases(transport: str, *, full: bool) -> Iterator[Case]:
             yield Case(transport, mode, wire, dtype, alignment=alignment, seed=100 + number)
 
 
-def open_transports(env: Env) -> tuple[dict[str, str], str]:
-    """Which transports serve these ranks. Collective.
+@dataclass(frozen=True)
+class Offer:
+    """What there is to check.
 
-    Returns:
-        For every transport that :class:`EPConfig` knows why it cannot be used here, empty where it can; and the one
-        that ``"auto"`` chooses.
+    Attributes:
+        problems: for every transport that :class:`EPConfig` knows why it cannot be used here, empty where it can.
+        auto: the transport that ``"auto"`` chooses.
+        hosts: the ranks of every host.
     """
+
+    problems: dict[str, str]
+    auto: str
+    hosts: list[list[int]]
+
+
+def open_transports(env: Env) -> Offer:
+    """Which transports serve these ranks. Collective."""
+    names = [""] * env.world_size
+    dist.all_gather_object(names, host_name(), group=env.group)
     problems: dict[str, str] = {}
     for name in get_args(get_type_hints(EPConfig)["transport"]):
         if name == "auto":
@@ -81,7 +96,7 @@ def open_transports(env: Env) -> tuple[dict[str, str], str]:
         except ConfigError as error:
             problems[name] = shorten_reason(str(error))
     with Dispatcher(_config(env, Case("auto", "static", "bf16"), tokens=8), env.group) as dispatcher:
-        return problems, dispatcher.transport
+        return Offer(problems, dispatcher.transport, ranks_by_host(names))
 
 
 def shorten_reason(message: str) -> str:
@@ -99,8 +114,14 @@ def shorten_reason(message: str) -> str:
     return "; ".join(named + others)
 
 
-def run_case(env: Env, case: Case, prepare: Callable[[Dispatcher], None] | None = None) -> CaseResult:
-    """Dispatch, combine and all gradients on this rank, compared bit for bit. Collective."""
+def run_case(
+    env: Env, case: Case, hosts: list[list[int]], prepare: Callable[[Dispatcher], None] | None = None
+) -> CaseResult:
+    """Dispatch, combine and all gradients on this rank, compared bit for bit. Collective.
+
+    Args:
+        hosts: the ranks of every host; one transport sums inside them first.
+    """
     dtype = getattr(torch, case.dtype)
     tokens = max(8, min(64, 4096 // env.world_size))
     config = _config(env, case, tokens)
@@ -111,6 +132,7 @@ def run_case(env: Env, case: Case, prepare: Callable[[Dispatcher], None] | None 
         alignment=case.alignment,
         mxfp8=case.wire == "mxfp8",
         apply_weights=case.apply_weights,
+        hosts=hosts if case.transport in _SUMS_BY_HOST else None,
     )
     with Dispatcher(config, env.group, name=f"{case.transport} {case.mode} {case.wire}") as dispatcher:
         if prepare is not None:

@@ -18,6 +18,7 @@ import torch
 
 from ..distributed import Env
 from ..launch import usable_cores
+from ..transport.hosts import host_name
 from .findings import Finding, ranges
 
 __all__ = ["compare_environments", "environment", "host_names", "local_world_sizes"]
@@ -41,7 +42,7 @@ def environment(env: Env) -> dict[str, Any]:
         "rank": env.rank,
         "local_rank": env.local_rank,
         "host": socket.gethostname(),
-        "host_id": os.environ.get("NCCL_HOSTID") or socket.gethostname(),
+        "host_id": host_name(),
         "launcher": env.launcher,
         "backend": env.backend,
         "device": str(env.device),

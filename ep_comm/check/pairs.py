@@ -19,8 +19,8 @@ from .findings import Finding, ranges
 __all__ = ["LinkClass", "PairSpeed", "classify", "judge_pairs", "measure_pairs", "schedule"]
 
 _MIN_BYTES, _MAX_BYTES = 64 << 10, 64 << 20
-_ROUND_TRIPS = 20
-_REPEATS = 3
+_ROUND_TRIPS = 6
+_REPEATS = 4
 _SLOW = 0.5  # of the median of the class
 
 
@@ -117,15 +117,11 @@ class _Link:
         first = env.rank < peer
         for _ in range(2):  # connects
             self._round_trip(peer, first)
-        started = self._clock()
-        for _ in range(_ROUND_TRIPS):
-            self._round_trip(peer, first)
-        latency_us = (self._clock() - started) / _ROUND_TRIPS / 2 * 1e6
-        probe = self._transfer(peer, _MIN_BYTES)[0]
-        probe = self._transfer(peer, _MIN_BYTES)[0]
+        latency_us = min(self._round_trips(peer, first) for _ in range(_REPEATS)) / 2 * 1e6
+        probe = min(self._transfer(peer, _MIN_BYTES)[0] for _ in range(2))
         size = self._agree(peer, first, int(_MIN_BYTES * target_seconds / max(probe, 1e-6)))
         size = max(_MIN_BYTES, min(size, _MAX_BYTES)) // 8 * 8
-        transfers = [self._transfer(peer, size) for _ in range(_REPEATS + 1)][1:]
+        transfers = [self._transfer(peer, size) for _ in range(_REPEATS)]
         best = min(seconds for seconds, _ in transfers)
         return PairSpeed(
             min(env.rank, peer),
@@ -135,6 +131,13 @@ class _Link:
             size,
             all(intact for _, intact in transfers),
         )
+
+    def _round_trips(self, peer: int, first: bool) -> float:
+        """Mean seconds of a few round trips."""
+        started = self._clock()
+        for _ in range(_ROUND_TRIPS):
+            self._round_trip(peer, first)
+        return (self._clock() - started) / _ROUND_TRIPS
 
     def _round_trip(self, peer: int, first: bool) -> None:
         for sends in (first, not first):

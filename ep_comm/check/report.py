@@ -168,7 +168,7 @@ def _variables(facts: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for name in sorted({name for fact in facts for name in fact["variables"]}):
         values = list(dict.fromkeys(fact["variables"].get(name, "(unset)") for fact in facts))
-        shown = values[0] if len(values) == 1 else f"{values[0]} and {len(values) - 1} other values"
+        shown = "|".join(values[:4]) + ("|..." if len(values) > 4 else "")
         lines.append(f"{name}={shown}")
     return lines
 

@@ -105,6 +105,7 @@ class _Check:
         self.progress = Progress(None if self.quiet else self.console)
         self.started = time.perf_counter()
         self.stages = Stages(env, options.timeout, self._give_up)
+        self.hosts: list[list[int]] = []
         self._reporting = threading.Lock()
         self._reported = False
 
@@ -154,7 +155,8 @@ class _Check:
             values, findings = self._stage("opening the transports", lambda: open_transports(self.env))
             if findings:
                 raise StageError("opening the transports", [])
-            problems, auto = values[0]
+            offer = values[0]
+            problems, auto, self.hosts = offer.problems, offer.auto, offer.hosts
             self.result.transports, self.result.auto = problems, auto
             usable = [name for name, problem in problems.items() if not problem]
             if auto == "local":
@@ -179,7 +181,7 @@ class _Check:
             done = []
             for case in todo:
                 self.stages.progress(f"{case.mode} {case.wire} {case.dtype}")
-                done.append(run_case(self.env, case, self.prepare))
+                done.append(run_case(self.env, case, self.hosts, self.prepare))
             return done
 
         with self.progress.stage(f"correctness, {transport}") as notes:

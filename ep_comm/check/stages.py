@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..distributed import Env
 from ..errors import EPError, PeerLostError
+from ..failure import failing_fast
 from .findings import Finding, ranges
 
 __all__ = ["StageError", "Stages"]
@@ -28,7 +29,7 @@ __all__ = ["StageError", "Stages"]
 _runs = itertools.count()
 _POLL_SECONDS = 0.01
 _WATCH_SECONDS = 0.5
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 15.0  # more than failing_fast takes to free blocked ranks
 
 
 class StageError(EPError):
@@ -126,7 +127,9 @@ class Stages:
 
     def _attempt(self, work: Callable[[], Any]) -> _Outcome:
         try:
-            return _Outcome(value=work())
+            # Frees the ranks that wait in a collective for one that has failed.
+            with failing_fast(self._stage):
+                return _Outcome(value=work())
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             return _Outcome(error=f"{type(error).__name__}: {lines[0]}", fatal=not _survivable(error))
@@ -185,7 +188,7 @@ class Stages:
     def _watch_rank_0(self) -> None:
         if self._watched_store.check(["abandoned"]):
             self._end()
-        if time.monotonic() - self._last_sign > self.timeout + 3 * _GRACE_SECONDS:
+        if time.monotonic() - self._last_sign > self.timeout + 2 * _GRACE_SECONDS:
             self._end("rank 0 does not answer")
 
     def _describe(self) -> Finding | None:
