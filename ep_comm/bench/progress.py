@@ -1,4 +1,4 @@
-"""What rank 0 shows while it measures: a bar on a terminal's standard error, nothing elsewhere."""
+"""What rank 0 shows while it measures: a bar on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ class BenchProgress:
     """A context manager.
 
     Args:
-        visible: on rank 0 only.
+        console: where results are printed, so that the bar stays below them; where that is no terminal, the bar
+            goes to standard error. None on ranks that stay silent.
     """
 
-    def __init__(self, visible: bool) -> None:
-        console = Console(stderr=True)
+    def __init__(self, console: Console | None) -> None:
         self._bar: Progress | None = None
-        if visible and console.is_terminal:
+        if console is not None and not console.is_terminal:
+            console = Console(stderr=True)
+        if console is not None and console.is_terminal:
             self._bar = Progress(
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),

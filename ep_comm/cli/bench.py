@@ -151,7 +151,7 @@ def _on_this_rank(options: Any) -> int:
             begun = True
         reports.print_shape(console, report, shape)
 
-    with BenchProgress(env.rank == 0) as progress:
+    with BenchProgress(console) as progress:
         report = run(options, env, progress, show)
     if console is None:
         return 0
