@@ -16,7 +16,7 @@ decode to zero; everything else is unaffected.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from . import devices
 from .config import MXFP8_BLOCK, round_up
 from .errors import ArgumentError
 from .swizzle import swizzle_scales, unswizzle_scales
+
+if TYPE_CHECKING:
+    from .cuda.kernels import CudaKernels
 
 __all__ = [
     "MXFP8Tensor",
@@ -270,7 +273,23 @@ def _chunk_rows(tensor_NH: Tensor) -> int:
     return max(1, num_rows)
 
 
+def _kernels_for(x_NH: Tensor, q: MXFP8Tensor) -> CudaKernels | None:
+    """The CUDA kernels, where they are to be had and take tensors of this layout."""
+    if x_NH.device.type != "cuda" or x_NH.shape[0] == 0:
+        return None
+    from .cuda.kernels import cuda_kernels
+    from .cuda.ops import codec_fits
+
+    kernels = cuda_kernels(x_NH.device)
+    return kernels if kernels is not None and codec_fits(x_NH, q) else None
+
+
 def _quantize_rows(x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
+    kernels = _kernels_for(x_NH, out)
+    if kernels is not None:
+        from .cuda.ops import quantize_rows
+
+        return quantize_rows(kernels, x_NH, rounding, out)
     num_rows, hidden_size = x_NH.shape
     blocks = hidden_size // MXFP8_BLOCK
     step = _chunk_rows(x_NH)
@@ -304,6 +323,11 @@ def _quantize_rows(x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
 
 
 def _dequantize_rows(data_NH: Tensor, scales_NS: Tensor, out_NH: Tensor) -> None:
+    kernels = _kernels_for(out_NH, MXFP8Tensor(data_NH, scales_NS))
+    if kernels is not None:
+        from .cuda.ops import dequantize_rows
+
+        return dequantize_rows(kernels, MXFP8Tensor(data_NH, scales_NS), out_NH)
     num_rows, hidden_size = data_NH.shape
     device = data_NH.device
     step = _chunk_rows(data_NH)

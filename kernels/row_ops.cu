@@ -1,4 +1,4 @@
-// Work on one row at a time, without any other rank: the MXFP8 codec on wire rows, and the gradients of
+// Work on one row at a time, without any other rank: the MXFP8 codec, and the gradients of
 // applied weights. A warp takes a row.
 //
 // Options: DTYPE, SCALE_FLOOR, WARPS, TREE_LEVELS.
@@ -12,36 +12,37 @@
 #endif
 #define THREADS (WARPS * 32)
 
-// x_NH [N, H] (payload dtype, rows H apart) -> wire_NW [N, W]: H element bytes, H / 32 scale bytes, zeros
-// up to H + scale_row_bytes. Addresses and W multiples of 16.
+// x_NH [N, H] (payload dtype) -> E4M3 elements data_NH [N, H] and scales_NS [N, H / 32]. Strides in items; the
+// elements of a row are adjacent. Rows of x at multiples of 16 bytes, those of data at multiples of 8.
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantize_rows(const void* __restrict__ x_NH, u8* __restrict__ wire_NW, i64 N, int H, i64 W, int scale_row_bytes) {
+quantize_rows(const void* __restrict__ x_NH, i64 x_stride, u8* __restrict__ data_NH, i64 data_stride,
+              u8* __restrict__ scales_NS, i64 scales_stride, i64 N, int H) {
     for (i64 n = (i64)blockIdx.x * WARPS + threadIdx.x / 32; n < N; n += (i64)gridDim.x * WARPS) {
-        u8* wire = wire_NW + n * W;
+        u8 *data = data_NH + n * data_stride, *scales = scales_NS + n * scales_stride;
         for (int e0 = 0; e0 < H; e0 += 256) {
             int e = e0 + lane_id() * 8;
             float f[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            if (e < H) load_8_items((const u8*)x_NH + (n * H + e) * ITEM_BYTES, f);
+            if (e < H) load_8_items((const u8*)x_NH + (n * x_stride + e) * ITEM_BYTES, f);
             u32 scale;
             uint2 q = quantize_8(f, &scale);
             if (e < H) {
-                *(uint2*)(wire + e) = q;
-                if (lane_id() % 4 == 0) wire[H + e / 32] = (u8)scale;
+                *(uint2*)(data + e) = q;
+                if (lane_id() % 4 == 0) scales[e / 32] = (u8)scale;
             }
         }
-        for (int i = H / 32 + lane_id(); i < scale_row_bytes; i += 32) wire[H + i] = 0;
     }
 }
 
-// The way back: wire_NW -> x_NH in the payload dtype.
+// The way back, to the payload dtype.
 extern "C" __global__ void __launch_bounds__(THREADS)
-dequantize_rows(const u8* __restrict__ wire_NW, void* __restrict__ x_NH, i64 N, int H, i64 W) {
+dequantize_rows(const u8* __restrict__ data_NH, i64 data_stride, const u8* __restrict__ scales_NS, i64 scales_stride,
+                void* __restrict__ x_NH, i64 x_stride, i64 N, int H) {
     for (i64 n = (i64)blockIdx.x * WARPS + threadIdx.x / 32; n < N; n += (i64)gridDim.x * WARPS) {
-        const u8* wire = wire_NW + n * W;
+        const u8 *data = data_NH + n * data_stride, *scales = scales_NS + n * scales_stride;
         for (int e = lane_id() * 8; e < H; e += 256) {
             float f[8];
-            dequantize_8(load_8(wire + e), wire[H + e / 32], f);
-            store_8_items((u8*)x_NH + (n * H + e) * ITEM_BYTES, pack_8(f));
+            dequantize_8(load_8(data + e), scales[e / 32], f);
+            store_8_items((u8*)x_NH + (n * x_stride + e) * ITEM_BYTES, pack_8(f));
         }
     }
 }

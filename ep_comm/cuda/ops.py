@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..mxfp8 import MXFP8Tensor, scale_row_bytes
+from ..mxfp8 import MXFP8Tensor
 from ..status import HEADER_WORDS
 from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
 from .sources import SCALE_FLOOR
@@ -28,6 +28,7 @@ __all__ = [
     "ScatterTuning",
     "Window",
     "barrier",
+    "codec_fits",
     "dequantize_rows",
     "gather_sum",
     "plan",
@@ -347,29 +348,33 @@ def barrier(kernels: CudaKernels, window: Window) -> None:
     kernels.launch("barrier.cu", "barrier", {}, 1, 64, window._common())
 
 
-def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str = "rceil") -> Tensor:
-    """MXFP8 wire rows, uint8 ``[N, H + scale_row_bytes(H)]``: the bytes of ``ep_comm.mxfp8.pack_mxfp8``."""
+def codec_fits(x_NH: Tensor, q: MXFP8Tensor) -> bool:
+    """Whether :func:`quantize_rows` and :func:`dequantize_rows` take tensors of this layout: elements of a row
+    adjacent, rows of ``x`` at multiples of 16 bytes, those of the elements at multiples of 8."""
+    if x_NH.stride(1) != 1 or q.data.stride(1) != 1 or (q.scales.shape[1] > 1 and q.scales.stride(1) != 1):
+        return False
+    item = x_NH.element_size()
+    return not ((x_NH.data_ptr() | x_NH.stride(0) * item) % 16 or (q.data.data_ptr() | q.data.stride(0)) % 8)
+
+
+def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
+    """The bytes of :func:`ep_comm.quantize_mxfp8` for ``x [N, H]``, into ``out``; see :func:`codec_fits`."""
     count, hidden = x_NH.shape
-    padding = scale_row_bytes(hidden)
-    wire = torch.empty(count, hidden + padding, dtype=torch.uint8, device=x_NH.device)
     defines = {"DTYPE": DTYPE_CODE[x_NH.dtype], "SCALE_FLOOR": SCALE_FLOOR[rounding], "WARPS": _ROW_WARPS}
     kernels.launch(
         "row_ops.cu", "quantize_rows", defines, _row_blocks(kernels, count), _ROW_WARPS * 32,
-        (x_NH, wire, np.int64(count), hidden, np.int64(hidden + padding), padding),
+        (*_with_stride(x_NH), *_with_stride(out.data), *_with_stride(out.scales), np.int64(count), hidden),
     )  # fmt: skip
-    return wire
 
 
-def dequantize_rows(kernels: CudaKernels, wire_NW: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """The way back: wire rows to ``[N, H]`` of ``dtype``, as :func:`ep_comm.mxfp8.dequantize_packed`."""
-    count, pitch = wire_NW.shape
-    x_NH = torch.empty(count, hidden, dtype=dtype, device=wire_NW.device)
+def dequantize_rows(kernels: CudaKernels, q: MXFP8Tensor, out_NH: Tensor) -> None:
+    """The values of :func:`ep_comm.dequantize_mxfp8` for rows ``[N, H]``, into ``out``; see :func:`codec_fits`."""
+    count, hidden = out_NH.shape
     kernels.launch(
-        "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[dtype], "WARPS": _ROW_WARPS},
+        "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[out_NH.dtype], "WARPS": _ROW_WARPS},
         _row_blocks(kernels, count), _ROW_WARPS * 32,
-        (wire_NW, x_NH, np.int64(count), hidden, np.int64(pitch)),
+        (*_with_stride(q.data), *_with_stride(q.scales), *_with_stride(out_NH), np.int64(count), hidden),
     )  # fmt: skip
-    return x_NH
 
 
 def weighted_backward(
@@ -402,6 +407,10 @@ def weighted_backward(
          int(zero_tail)),
     )  # fmt: skip
     return grad_rows, grad_weights
+
+
+def _with_stride(rows: Tensor) -> tuple[Tensor, np.int64]:
+    return rows, np.int64(rows.stride(0))
 
 
 def _row_blocks(kernels: CudaKernels, rows: int, num_sms: int | None = None) -> int:

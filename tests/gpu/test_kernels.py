@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_comm import rows as torch_rows
-from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes
+from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes, unpack_mxfp8
 from ep_comm.status import HEADER_WORDS, FaultCode, Word
 from tests import reference
 
@@ -377,10 +377,20 @@ def test_codec(dtype: torch.dtype, rounding: str, hidden: int) -> None:
     x = x.to(dtype)
     expected = torch.full((70, hidden + scale_row_bytes(hidden)), 0xAA, dtype=torch.uint8)
     pack_mxfp8(x, rounding, expected)
-    wire = ops.quantize_rows(kernels, x.cuda(), rounding)
-    assert_same(wire, expected)
-    back = ops.dequantize_rows(kernels, wire, hidden, dtype)
-    assert_same(back, dequantize_packed(expected, hidden, dtype))
+    # Wire rows with something in front of the payload and behind it, and rows of x that are apart.
+    wire = torch.full((70, expected.shape[1] + 48), 0xAA, dtype=torch.uint8, device="cuda")
+    apart = torch.zeros(70, hidden + 64, dtype=dtype, device="cuda")
+    apart[:, 32 : 32 + hidden] = x.cuda()
+    q = unpack_mxfp8(wire, hidden, 16)
+    assert ops.codec_fits(apart[:, 32 : 32 + hidden], q)
+    ops.quantize_rows(kernels, apart[:, 32 : 32 + hidden], rounding, q)
+    wire[:, 16 + hidden + hidden // 32 : -32] = 0
+    assert_same(wire[:, 16:-32], expected)
+    assert (wire[:, :16] == 0xAA).all() and (wire[:, -32:] == 0xAA).all()
+    back = torch.zeros_like(apart)
+    ops.dequantize_rows(kernels, q, back[:, 32 : 32 + hidden])
+    assert_same(back[:, 32 : 32 + hidden], dequantize_packed(expected, hidden, dtype))
+    assert not back[:, :32].any() and not back[:, 32 + hidden :].any()
 
 
 def test_codec_decodes_every_byte_and_scale() -> None:
@@ -389,7 +399,9 @@ def test_codec_decodes_every_byte_and_scale() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
     wire = torch.cat([elements, scales], 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert_same(ops.dequantize_rows(kernels, wire.cuda(), 256, dtype), dequantize_packed(wire, 256, dtype))
+        back = torch.empty(256, 256, dtype=dtype, device="cuda")
+        ops.dequantize_rows(kernels, unpack_mxfp8(wire.cuda(), 256), back)
+        assert_same(back, dequantize_packed(wire, 256, dtype))
 
 
 @pytest.mark.parametrize("hidden", [1, 5, 96, 256, 257, 512, 2880, 4096, 7168])
