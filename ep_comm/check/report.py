@@ -53,7 +53,7 @@ class Progress:
         finally:
             self.stop()
             self._console.print(
-                f"  {name:<26} {', '.join(notes) or 'done':<44} {time.perf_counter() - started:5.1f} s",
+                f"  {name:<26} {', '.join(notes) or 'done':<40} {time.perf_counter() - started:5.1f} s",
                 soft_wrap=True,
             )
 

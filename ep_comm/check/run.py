@@ -230,7 +230,7 @@ class _Check:
             self.result.pairs = [pairs[key] for key in sorted(pairs)]
             self.result.classes = classify(self.result.pairs, self.result.hosts)
             self.result.findings += judge_pairs(self.result.pairs, self.result.hosts)
-            notes.append(f"{len(pairs)} pairs")
+            notes.append(f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''}")
             left = values[0][1]
             if left:
                 message = f"{left} of {left + len(pairs)} rounds of pairs were left out, as time was short"
