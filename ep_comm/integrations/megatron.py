@@ -53,8 +53,8 @@ def use(target: Any, **settings: Any) -> Any:
     """Make MoE layers dispatch through ep_comm.
 
     Args:
-        target: a ``TransformerConfig``: every ``MoELayer`` that is built with it, or with a copy of it, from now on; or a
-            built ``MoELayer`` or a model that holds some: these layers. Leave ``moe_token_dispatcher_type`` at
+        target: a ``TransformerConfig``: every ``MoELayer`` that is built with it, or with a copy of it, from now on; or
+            a built ``MoELayer`` or a model that holds some: these layers. Leave ``moe_token_dispatcher_type`` at
             ``"alltoall"`` or ``"allgather"``: Megatron makes that dispatcher first, and it is put aside.
         settings: fields of :class:`ep_comm.EPConfig`, without sizes that come from the model. ``mode`` is ``"eager"``
             unless given. ``max_tokens_per_rank`` is the most tokens of a rank in one micro-batch; instead of it,
@@ -70,8 +70,8 @@ def use(target: Any, **settings: Any) -> Any:
         ``target``.
 
     Raises:
-        ConfigError: on every rank: a setting of the model excludes ep_comm, a field is unknown, missing or out of range,
-            or there is no MoE layer.
+        ConfigError: on every rank: a setting of the model excludes ep_comm, a field is unknown, missing or out of
+            range, or there is no MoE layer.
     """
     if isinstance(target, _config.TransformerConfig):
         if target.num_moe_experts is None:
@@ -129,7 +129,11 @@ class EPTokenDispatcher(_dispatchers.MoETokenDispatcher):
         return self._lazy.dispatcher
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """``[S, B, H]`` tokens, bool ``[T, E]`` map and ``[T, E]`` probabilities -> ``[T, H]`` tokens, ``[T, K]`` weights."""
+        """``[S, B, H]`` tokens, bool ``[T, E]`` map and ``[T, E]`` probabilities.
+
+        Returns:
+            ``[T, H]`` tokens and ``[T, K]`` weights.
+        """
         self.hidden_shape = hidden_states.shape
         self.probs_dtype = probs.dtype
         idx_TK, weights_TK = expert_slots(routing_map.bool(), probs, self.settings.slots)
@@ -137,7 +141,11 @@ class EPTokenDispatcher(_dispatchers.MoETokenDispatcher):
         return hidden_states.reshape(-1, self.hidden_shape[-1]), weights_TK
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange: ``[T, H]`` tokens and ``[T, K]`` weights -> rows ``[R, H]`` of this rank's experts, weights ``[R]``."""
+        """Exchange: ``[T, H]`` tokens, ``[T, K]`` weights -> rows ``[R, H]`` of this rank's experts, weights ``[R]``.
+
+        Raises:
+            RoutingError: on every rank, if the map gives a token more experts than there are slots.
+        """
         try:
             self._rows = self._lazy.dispatch(hidden_states, self.topk_idx, probs)
         except RoutingError as error:
