@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..distributed import Env
 from .findings import Finding, ranges
 
-__all__ = ["LinkClass", "PairSpeed", "classify", "judge_pairs", "measure_pairs", "schedule"]
+__all__ = ["LinkClass", "PairSpeed", "classify", "judge_pairs", "measure_pairs", "pattern", "schedule"]
 
 _MIN_BYTES, _MAX_BYTES = 64 << 10, 64 << 20
 _ROUND_TRIPS = 6
@@ -29,10 +30,11 @@ class PairSpeed:
     """Two ranks, ``a < b``.
 
     Attributes:
-        latency_us: half of a round trip of 8 bytes.
+        latency_us: half of a round trip of 8 bytes; on the path "peer memory" the time of copying them.
         gb_per_s: in each direction, both at once, 1e9 bytes a second; the best of a few transfers.
         message_bytes: size of these transfers.
         intact: whether what arrived is what was sent.
+        path: "messages" of the process group's backend, or "peer memory".
     """
 
     a: int
@@ -41,6 +43,7 @@ class PairSpeed:
     gb_per_s: float
     message_bytes: int
     intact: bool = True
+    path: str = "messages"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,8 +51,9 @@ class PairSpeed:
 
 @dataclass(frozen=True)
 class LinkClass:
-    """All pairs inside hosts, or all between hosts: medians, and the slowest of them."""
+    """All pairs inside hosts, or all between hosts, on one path: medians, and the slowest of them."""
 
+    path: str
     name: str
     pairs: int
     latency_us: float
@@ -72,18 +76,27 @@ def schedule(ranks: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure_pairs(env: Env, seconds: float, progress: Callable[[str], None]) -> tuple[list[PairSpeed], int]:
-    """Measure all pairs over the process group's backend. Collective.
+def measure_pairs(
+    env: Env, seconds: float, progress: Callable[[str], None], *, peer_memory: bool = False
+) -> tuple[list[PairSpeed], int]:
+    """Measure all pairs, over the process group's backend and where asked out of each other's memory. Collective.
 
     Args:
         seconds: after which no further round is begun.
         progress: called before each round.
+        peer_memory: the GPUs of all ranks can read each other's memory.
 
     Returns:
-        The pairs of which this rank is the lower one, and the number of rounds that were left out.
+        The pairs of which this rank is the lower one, and those whose data reached it altered; and the number of
+        rounds that were left out.
     """
     rounds = schedule(env.world_size)
-    link = _Link(env)
+    link = _Messages(env)
+    window = None
+    if peer_memory:
+        from .peer_memory import PeerMemory
+
+        window = PeerMemory(env)
     started = time.perf_counter()
     share = seconds / max(1, len(rounds))
     found: list[PairSpeed] = []
@@ -93,17 +106,20 @@ def measure_pairs(env: Env, seconds: float, progress: Callable[[str], None]) -> 
         if bool(over):
             return found, len(rounds) - number
         for a, b in pairs:
-            if env.rank in (a, b):
-                progress(f"pair {a}-{b}")
-                speed = link.measure(b if env.rank == a else a, min(max(share / 10, 0.002), 0.03))
-                if env.rank == a:
-                    found.append(speed)
-                elif not speed.intact:
-                    found.append(speed)
+            if env.rank not in (a, b):
+                continue
+            progress(f"pair {a}-{b}")
+            peer = b if env.rank == a else a
+            speeds = [link.measure(peer, min(max(share / 10, 0.002), 0.03))]
+            if window is not None:
+                speeds.append(window.measure(peer, partial(link.meet, peer)))
+            # The other rank reports what only it can know: that its half did not arrive as it was sent.
+            found += [speed for speed in speeds if env.rank == a or not speed.intact]
+    dist.barrier(env.group)
     return found, 0
 
 
-class _Link:
+class _Messages:
     """Point-to-point transfers of this rank over the process group."""
 
     def __init__(self, env: Env) -> None:
@@ -132,6 +148,10 @@ class _Link:
             all(intact for _, intact in transfers),
         )
 
+    def meet(self, peer: int) -> None:
+        """Wait for the other rank of the pair."""
+        self._round_trip(peer, self._env.rank < peer)
+
     def _round_trips(self, peer: int, first: bool) -> float:
         """Mean seconds of a few round trips."""
         started = self._clock()
@@ -152,9 +172,9 @@ class _Link:
     def _transfer(self, peer: int, size: int) -> tuple[float, bool]:
         """Seconds of one exchange of ``size`` bytes each way, and whether they arrived as they were sent."""
         device = self._env.device
-        out = _pattern(self._env.rank, size, device)
+        out = pattern(self._env.rank, size, device)
         received = torch.zeros_like(out)
-        wanted = _pattern(peer, size, device)
+        wanted = pattern(peer, size, device)
         started = self._clock()
         self._wait([(dist.isend, out), (dist.irecv, received)], peer)
         seconds = self._clock() - started
@@ -171,7 +191,7 @@ class _Link:
         return time.perf_counter()
 
 
-def _pattern(rank: int, size: int, device: torch.device) -> Tensor:
+def pattern(rank: int, size: int, device: torch.device) -> Tensor:
     """``size`` bytes that say from whom they are."""
     return torch.arange(size // 8, dtype=torch.int64, device=device) * 2654435761 + rank
 
@@ -183,6 +203,7 @@ def classify(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[LinkClass
     """Medians inside hosts and between hosts; ``hosts`` names the host of every rank."""
     return [
         LinkClass(
+            path=path,
             name=name,
             pairs=len(members),
             latency_us=statistics.median(pair.latency_us for pair in members),
@@ -190,7 +211,7 @@ def classify(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[LinkClass
             slowest_gb_per_s=min(pair.gb_per_s for pair in members),
             slowest=min((pair.gb_per_s, (pair.a, pair.b)) for pair in members)[1],
         )
-        for name, members in _by_class(pairs, hosts).items()
+        for (path, name), members in _by_class(pairs, hosts).items()
     ]
 
 
@@ -204,7 +225,8 @@ def judge_pairs(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Findin
         if not pair.intact:
             message = f"between rank {pair.a} ({hosts[pair.a]}) and rank {pair.b} ({hosts[pair.b]}) data arrive altered"
             findings.append(Finding("wrong-data", message, (pair.a, pair.b)))
-    for name, members in _by_class(pairs, hosts).items():
+    for (path, where), members in _by_class(pairs, hosts).items():
+        name = where if path == "messages" else f"{where} through {path}"
         if len(members) < 3:
             continue  # a median of two says nothing about either
         median = statistics.median(pair.gb_per_s for pair in members)
@@ -230,12 +252,14 @@ def judge_pairs(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> list[Findin
     return findings
 
 
-def _by_class(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> dict[str, list[PairSpeed]]:
-    classes: dict[str, list[PairSpeed]] = {}
-    for name, inside in (("inside a host", True), ("between hosts", False)):
-        members = [pair for pair in pairs if (hosts[pair.a] == hosts[pair.b]) == inside]
-        if members:
-            classes[name] = members
+def _by_class(pairs: Sequence[PairSpeed], hosts: Sequence[str]) -> dict[tuple[str, str], list[PairSpeed]]:
+    """Pairs by (path, where)."""
+    classes: dict[tuple[str, str], list[PairSpeed]] = {}
+    for path in dict.fromkeys(pair.path for pair in pairs):
+        for name, inside in (("inside a host", True), ("between hosts", False)):
+            members = [p for p in pairs if p.path == path and (hosts[p.a] == hosts[p.b]) == inside]
+            if members:
+                classes[path, name] = members
     return classes
 
 

@@ -240,13 +240,15 @@ def _links(result: CheckResult) -> Table | None:
     if not result.classes:
         return None
     backend = result.facts[0]["backend"]
-    table = Table(title=f"Between two ranks ({backend}, both directions at once)", title_justify="left")
+    table = Table(title="Between two ranks, both directions at once", title_justify="left")
+    table.add_column("path", no_wrap=True)
     table.add_column("pairs", no_wrap=True)
     for heading in ("count", "latency us", "GB/s each way", "slowest pair"):
         table.add_column(heading, justify="right")
     for link in result.classes:
         a, b = link.slowest
         table.add_row(
+            f"{backend} {link.path}" if link.path == "messages" else link.path,
             link.name,
             str(link.pairs),
             f"{link.latency_us:.1f}",

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .correctness import cases, open_transports, run_case
 from .environment import compare_environments, environment
 from .findings import Finding, ranges
-from .pairs import classify, judge_pairs, measure_pairs
+from .pairs import classify, judge_pairs, measure_pairs, schedule
 from .replay import check_replay
 from .report import Progress, print_json, print_report
 from .result import CheckResult
@@ -47,7 +47,7 @@ class CheckOptions:
 
     effort: str = "default"
     seconds: float | None = None
-    timeout: float = 60.0
+    timeout: float = 120.0
     transport: str = "all"
     capture: str = "auto"
     json: Path | None = None
@@ -137,7 +137,7 @@ class _Check:
         for name in names:
             self._replay(name)
         if self.env.world_size > 1:
-            self._pairs()
+            self._pairs(peer_memory="symmetric" in names)
         self._speed(names)
 
     def _environment(self) -> None:
@@ -214,26 +214,31 @@ class _Check:
                 graphs = f", {values[0]['captures']} CUDA graphs" if values[0]["captures"] else ""
                 notes.append(f"{values[0]['replays']} of {values[0]['steps']} steps replayed{graphs}")
 
-    def _pairs(self) -> None:
+    def _pairs(self, *, peer_memory: bool) -> None:
         with self.progress.stage("links between ranks") as notes:
             seconds = self._share(0.5)
             values, _ = self._stage(
-                "links between ranks", lambda: measure_pairs(self.env, seconds, self.stages.progress)
+                "links between ranks",
+                lambda: measure_pairs(self.env, seconds, self.stages.progress, peer_memory=peer_memory),
             )
             if self.console is None or not values:
                 return
             pairs = {}
             for of_rank, _left in values:
                 for pair in of_rank:
-                    known = pairs.setdefault((pair.a, pair.b), pair)
-                    pairs[pair.a, pair.b] = replace(known, intact=known.intact and pair.intact)
+                    key = (pair.path, pair.a, pair.b)
+                    known = pairs.setdefault(key, pair)
+                    pairs[key] = replace(known, intact=known.intact and pair.intact)
             self.result.pairs = [pairs[key] for key in sorted(pairs)]
             self.result.classes = classify(self.result.pairs, self.result.hosts)
             self.result.findings += judge_pairs(self.result.pairs, self.result.hosts)
-            notes.append(f"{len(pairs)} pair{'s' if len(pairs) > 1 else ''}")
+            count = len({key[1:] for key in pairs})
+            notes.append(f"{count} pair{'s' if count > 1 else ''}")
             left = values[0][1]
             if left:
-                message = f"{left} of {left + len(pairs)} rounds of pairs were left out, as time was short"
+                message = (
+                    f"{left} of {len(schedule(self.env.world_size))} rounds of pairs were left out for lack of time"
+                )
                 self.result.findings.append(Finding("cut-short", message))
 
     def _speed(self, names: list[str]) -> None:

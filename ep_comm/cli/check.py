@@ -43,7 +43,7 @@ def check(
     ] = None,
     timeout: Annotated[
         float, _option("--timeout", "Seconds without progress after which a rank counts as stuck.", _RUN)
-    ] = 60.0,
+    ] = 120.0,
     transport: Annotated[
         str, _option("--transport", "Only this one; all: every one that can be used here.", _RUN)
     ] = "all",

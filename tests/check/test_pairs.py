@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -36,6 +37,17 @@ def test_classes() -> None:
     assert (inside.slowest_gb_per_s, inside.slowest) == (100.0, (4, 6))
     assert (between.name, between.pairs, between.gb_per_s) == ("between hosts", 16, 40.0)
     assert [each.name for each in classify(speeds(hosts=["a", "b"]), ["a", "b"])] == ["between hosts"]
+
+
+def test_paths_are_judged_apart() -> None:
+    pairs = speeds({(0, 1): 100.0}) + [replace(pair, path="peer memory", gb_per_s=20.0) for pair in speeds()]
+    assert [(each.path, each.name) for each in classify(pairs, HOSTS)] == [
+        (path, name) for path in ("messages", "peer memory") for name in ("inside a host", "between hosts")
+    ]
+    (finding,) = judge_pairs(pairs, HOSTS)
+    assert finding.ranks == (0, 1)
+    window = [replace(pair, path="peer memory") for pair in speeds({(0, 1): 100.0})]
+    assert "the median inside a host through peer memory is 300" in judge_pairs(window, HOSTS)[0].message
 
 
 def test_equal_links_have_no_findings() -> None:
