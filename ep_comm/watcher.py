@@ -154,7 +154,8 @@ class Watcher:
                 done.set()
 
         self._commands.put(run)
-        done.wait(seconds)
+        if not done.wait(seconds):
+            self.lost = True  # the network swallows what is sent: nobody should wait for it a second time
 
     # ---- on the thread --------------------------------------------------------------------------------------
 
