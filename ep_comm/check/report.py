@@ -52,10 +52,10 @@ class Progress:
             raise
         finally:
             self.stop()
-            self._console.print(
-                f"  {name:<26} {', '.join(notes) or 'done':<40} {time.perf_counter() - started:5.1f} s",
-                soft_wrap=True,
-            )
+            said = Text.from_markup(", ".join(notes) or "done")
+            said.pad_right(max(0, 40 - said.cell_len))
+            seconds = time.perf_counter() - started
+            self._console.print(Text.assemble(f"  {name:<26} ", said, f" {seconds:5.1f} s"), soft_wrap=True)
 
     def stop(self) -> None:
         """Take the moving line away."""
@@ -243,14 +243,13 @@ def _links(result: CheckResult) -> Table | None:
     table = Table(title="Between two ranks, both directions at once", title_justify="left")
     table.add_column("path", no_wrap=True)
     table.add_column("pairs", no_wrap=True)
-    for heading in ("count", "latency us", "GB/s each way", "slowest pair"):
-        table.add_column(heading, justify="right")
+    for heading in ("latency us", "GB/s each way", "slowest pair"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for link in result.classes:
         a, b = link.slowest
         table.add_row(
             f"{backend} {link.path}" if link.path == "messages" else link.path,
-            link.name,
-            str(link.pairs),
+            f"{link.pairs} {link.name}",
             f"{link.latency_us:.1f}",
             f"{link.gb_per_s:.3g}",
             f"{link.slowest_gb_per_s:.3g} ({a}-{b})",

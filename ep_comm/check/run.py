@@ -312,4 +312,6 @@ class _Check:
 
 
 def _starter(env: Env) -> str:
-    return "ep-comm itself" if "EP_COMM_LAUNCHER_PID" in os.environ else env.launcher
+    if "EP_COMM_LAUNCHER_PID" in os.environ:
+        return "ep-comm itself"
+    return "the caller" if env.launcher == "existing" else env.launcher
