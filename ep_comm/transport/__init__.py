@@ -47,10 +47,10 @@ def open_transport(
             f"rank {rank}: transport='symmetric' cannot serve this group: {'; '.join(reasons)}; use 'auto' or "
             f"'collective'"
         )
-    problem = hosts_problem(ranks_GJ, dist.get_process_group_ranks(group))
+    problem = hosts_problem(ranks_GJ)
     if problem is None:
         log.info("transport=%r: hierarchical, %d hosts of %d ranks", config.transport, len(ranks_GJ), len(ranks_GJ[0]))
-        return HierarchicalTransport(config, group, Hosts(ranks_GJ, rank, device), rank, ep_size, device)
+        return HierarchicalTransport(config, group, Hosts(ranks_GJ, rank, device), rank, ep_size)
     if config.transport == "hierarchical":
         raise ConfigError(
             f"rank {rank}: transport='hierarchical' cannot serve this group: {problem}; use 'auto' or 'collective'"

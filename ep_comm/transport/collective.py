@@ -160,7 +160,7 @@ class CollectiveTransport(Transport):
         if wire.rows:
             (rows_SK,) = route.hop.slots_at(route.slot_places_TK, route.slot_rows_TK)
             wire.row_view(sent_SW).copy_(rows_SK)
-        return self._all_to_all(sent_SW, route.hop, self._group, operation)
+        return self._all_to_all(sent_SW, route.hop, operation)
 
     def _bring_back(
         self, route: CollectiveRoute, partial_NW: Tensor, wire: WireLayout, dtype: torch.dtype, operation: str
@@ -171,7 +171,7 @@ class CollectiveTransport(Transport):
             what came back, ``[S, W]``, one row for each of the positions that were sent from, and its layout, with
             a payload of ``dtype``.
         """
-        return self._all_to_all(partial_NW, route.hop, self._group, operation, reverse=True)[:-1], wire
+        return self._all_to_all(partial_NW, route.hop, operation, reverse=True)[:-1], wire
 
     # -- shared with it ---------------------------------------------------------------------------------
 
@@ -181,9 +181,7 @@ class CollectiveTransport(Transport):
         sent_SW = self._buffers.take("sent", hop.num_sent, row_bytes, tokens_TW.device)
         return torch.index_select(tokens_TW, 0, hop.tokens_S, out=sent_SW)
 
-    def _all_to_all(
-        self, rows_XW: Tensor, hop: Hop, group: dist.ProcessGroup | None, operation: str, *, reverse: bool = False
-    ) -> Tensor:
+    def _all_to_all(self, rows_XW: Tensor, hop: Hop, operation: str, *, reverse: bool = False) -> Tensor:
         """Exchange rows along the hop, or back along it; one zero row follows the received ones."""
         out_splits, in_splits = hop.recv_splits, hop.send_splits
         count = hop.num_received
@@ -195,7 +193,7 @@ class CollectiveTransport(Transport):
             out_XW[:count].copy_(rows_XW)
             return out_XW
         with self._naming(operation):
-            dist.all_to_all_single(out_XW[:count], rows_XW, out_splits, in_splits, group=group)
+            dist.all_to_all_single(out_XW[:count], rows_XW, out_splits, in_splits, group=self._group)
         return out_XW
 
     @contextmanager

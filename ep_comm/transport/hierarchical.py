@@ -13,8 +13,9 @@ So there are two hops: along the *rail* (the ranks with the same place on every 
 rank where they meet forwards for its rail. Rows travel as they are, MXFP8 included, and every rank receives the
 very token rows that the collective transport brings it, so all that comes after is inherited from there.
 
-What a hop moves follows from the counts that all ranks exchange anyway: inside the host the tokens of each pair of
-ranks, on the rail the tokens for each host, which ride along with them.
+Both hops are all-to-alls over the dispatcher's own process group in which the other ranks get nothing, so no further
+groups or communicators are needed. What a hop moves follows from the counts that all ranks exchange anyway: inside
+the host the tokens of each pair of ranks, on the rail the tokens for each host, which ride along with them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..rows import sum_rows
 from .base import RowFormat
 from .collective import CollectiveRoute, CollectiveTransport
 from .hop import Hop
-from .hosts import Hosts, host_groups
+from .hosts import Hosts
 from .wire import WireLayout
 
 __all__ = ["HierarchicalTransport"]
@@ -66,23 +67,13 @@ class HierarchicalTransport(CollectiveTransport):
         group: the process group.
         hosts: where its ranks run.
         rank, ep_size: this rank's place in the group.
-        device: of the group.
     """
 
-    def __init__(
-        self,
-        config: EPConfig,
-        group: dist.ProcessGroup,
-        hosts: Hosts,
-        rank: int,
-        ep_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: EPConfig, group: dist.ProcessGroup, hosts: Hosts, rank: int, ep_size: int) -> None:
         super().__init__(group, rank, ep_size)
         self.name = "hierarchical"
         self.hosts = hosts
         self._max_tokens = config.max_tokens_per_rank
-        self._groups = host_groups(group, hosts, device)
 
     def open_route(self, plan: CountedPlan, sizing: Sizing) -> HierarchicalRoute:
         hosts, needs_TP = self.hosts, plan.needs_TP
@@ -100,7 +91,7 @@ class HierarchicalTransport(CollectiveTransport):
         return HierarchicalRoute(
             plan=plan,
             sizing=sizing,
-            hop=hop,
+            hop=hop.within(hosts.rail, self._ep_size),
             slot_places_TK=torch.where(kept_TK, hosts.host_P[rank_TK], -1),
             slot_rows_TK=torch.where(kept_TK, plan.slot_rows_TK, -1),
             slot_ranks_TK=torch.where(kept_TK, hosts.place_P[rank_TK], -1),
@@ -119,7 +110,7 @@ class HierarchicalTransport(CollectiveTransport):
             rows_SK, places_SK = route.hop.slots_at(route.slot_places_TK, route.slot_rows_TK, route.slot_ranks_TK)
             wire.row_view(sent_SW).copy_(rows_SK)
             wire.place_view(sent_SW).copy_(places_SK)
-        crossed_NW = self._all_to_all(sent_SW, route.hop, self._groups.rail, operation)
+        crossed_NW = self._all_to_all(sent_SW, route.hop, operation)
         if wire.rows:
             route.forward = self._forwarding(route, wire, crossed_NW[:-1])
         forward = route.forward
@@ -128,13 +119,13 @@ class HierarchicalTransport(CollectiveTransport):
         if wire.rows:
             (rows_SK,) = forward.hop.slots_at(forward.slot_places_NK, forward.slot_rows_NK)
             wire.row_view(forwarded_SW).copy_(rows_SK)
-        return self._all_to_all(forwarded_SW, forward.hop, self._groups.host, operation)
+        return self._all_to_all(forwarded_SW, forward.hop, operation)
 
     def _bring_back(
         self, route: HierarchicalRoute, partial_NW: Tensor, wire: WireLayout, dtype: torch.dtype, operation: str
     ) -> tuple[Tensor, WireLayout]:
         forward = route.forward
-        inside_SW = self._all_to_all(partial_NW, forward.hop, self._groups.host, operation, reverse=True)[:-1]
+        inside_SW = self._all_to_all(partial_NW, forward.hop, operation, reverse=True)[:-1]
         crossing = replace(wire, row_format=RowFormat(dtype))
         sums_NW = self._buffers.take("sent", route.hop.num_received, crossing.row_bytes, partial_NW.device)
         sum_rows(wire.payload(inside_SW), forward.hop.sums, None, crossing.payload(sums_NW))
@@ -143,7 +134,7 @@ class HierarchicalTransport(CollectiveTransport):
             crossing.scalar_view(sums_NW).copy_(
                 forward.hop.slot_scalars(forward.slot_places_NK, forward.slot_rows_NK, scalars_SK)
             )
-        return self._all_to_all(sums_NW, route.hop, self._groups.rail, operation, reverse=True)[:-1], crossing
+        return self._all_to_all(sums_NW, route.hop, operation, reverse=True)[:-1], crossing
 
     def _forwarding(self, route: HierarchicalRoute, wire: WireLayout, crossed_NW: Tensor) -> _Forwarding:
         """Derive from the tables that crossed with the rows which rank of the host gets which of them."""
@@ -161,7 +152,7 @@ class HierarchicalTransport(CollectiveTransport):
             mine, here = hosts.ranks_GJ[:, hosts.place], hosts.ranks_GJ[hosts.host]
             counts_J = route.plan.pair_tokens_PP.index_select(0, mine).index_select(1, here).sum(0)
             hop = Hop.exact(needs_NJ, counts_J, *self._host_splits(sizing.pair_tokens))
-        return _Forwarding(hop, places_NK, rows_NK)
+        return _Forwarding(hop.within(hosts.ranks[hosts.host], self._ep_size), places_NK, rows_NK)
 
     def _host_splits(self, pair_tokens: list[list[int]]) -> tuple[list[int], list[int]]:
         """Rows that this rank forwards to every rank of its host, and those that these forward to it."""

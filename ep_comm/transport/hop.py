@@ -6,7 +6,8 @@ same way. The collective transport makes one hop, the hierarchical one makes two
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Hop:
     """Where the rows of this rank's items (tokens) stand in the send buffer. Made by :meth:`exact` or :meth:`fixed`."""
 
     send_splits: list[int] | None
-    """Rows to every destination; None where all splits are equal."""
+    """Rows to every rank of the group; None where all splits are equal."""
     recv_splits: list[int] | None
     num_sent: int
     num_received: int
@@ -73,6 +74,16 @@ class Hop:
             tokens_S=invert_table(position_TD, num_sent, missing=0),
             sums=SumTable.build(position_TD, num_sent),
         )
+
+    def within(self, ranks: Sequence[int], group_size: int) -> Hop:
+        """The same hop among ``ranks`` (ascending, one a destination) of a larger group: the others get nothing."""
+        equal = self.num_sent // len(ranks)
+
+        def spread(splits: list[int] | None) -> list[int]:
+            by_rank = dict(zip(ranks, splits or [equal] * len(ranks), strict=True))
+            return [by_rank.get(rank, 0) for rank in range(group_size)]
+
+        return replace(self, send_splits=spread(self.send_splits), recv_splits=spread(self.recv_splits))
 
     def slots_at(self, slot_places_TK: Tensor, *values_TK: Tensor) -> list[Tensor]:
         """For every position of the send buffer, the values of those slots that its destination owns, ``[S, K]``.
