@@ -59,7 +59,7 @@ class EPConfig:
         recv_format: ``"bf16"`` hands out rows in the tokens' dtype; ``"mxfp8"`` hands out an
             :class:`ep_comm.MXFP8Tensor` (needs ``dispatch_forward_dtype="mxfp8"``).
         scale_rounding: ``"rceil"`` or ``"floor"``, see :func:`ep_comm.quantize_mxfp8`.
-        transport: ``"auto"``, ``"collective"``, ``"symmetric"`` or ``"hierarchical"``, see docs/architecture.md.
+        transport: ``"auto"``, ``"collective"``, ``"symmetric"`` or ``"hierarchical"``, see docs/hierarchical.md.
         num_sms: streaming multiprocessors a communication kernel may use; ``None`` means all.
         overflow: static mode without a runner: ``"replay"`` leaves the verdict to the caller
             (``dispatcher.overflowed``) or to :class:`ep_comm.StepRunner`; ``"drop"`` is the explicit
