@@ -235,7 +235,7 @@ class Dispatcher:
 
     @property
     def transport(self) -> str:
-        """``"collective"``, ``"symmetric"``, or ``"local"`` where the group has one rank."""
+        """``"collective"``, ``"symmetric"``, ``"hierarchical"``, or ``"local"`` where the group has one rank."""
         return self._transport.name
 
     @property
@@ -255,7 +255,7 @@ class Dispatcher:
 
     @property
     def pair_rows(self) -> int | None:
-        """Token rows budgeted between two ranks on the collective transport; None in eager mode."""
+        """Token rows budgeted between two ranks on the collective and hierarchical transports; None in eager mode."""
         return None if self.budget is None else self.budget.pairs.rows
 
     @property

@@ -109,7 +109,7 @@ def train(
         float, _option("--headroom", "Share added to the required rows when a budget grows.", _EP)
     ] = 0.1,
     alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _EP)] = 16,
-    transport: Annotated[str, _option("--transport", "auto, collective or symmetric.", _EP)] = "auto",
+    transport: Annotated[str, _option("--transport", "auto, collective, symmetric or hierarchical.", _EP)] = "auto",
     capture: Annotated[str, _option("--capture", "CUDA graphs: auto, always or never.", _EP)] = "auto",
     check: Annotated[
         str, _option("--check", "When verdicts are read: every_step, or deferred (two steps later).", _EP)

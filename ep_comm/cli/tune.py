@@ -45,7 +45,7 @@ def tune(
     ] = None,
     top_k: Annotated[OptInt, _option("--top-k", "Experts a token, where the trace holds only counts.", _TARGET)] = None,
     transport: Annotated[
-        str, _option("--transport", "auto or collective tune pair_rows too; symmetric has none.", _TARGET)
+        str, _option("--transport", "auto, collective, hierarchical tune pair_rows too; symmetric has none.", _TARGET)
     ] = "auto",
     max_memory: Annotated[
         OptFloat, _option("--max-memory", "GiB a rank for the buffers of all layers.", _LIMITS)
@@ -94,8 +94,8 @@ def tune(
     from ..tune.run import TuneRequest
     from ..tune.target import Target
 
-    if transport not in ("auto", "collective", "symmetric"):
-        raise ConfigError(f"--transport must be auto, collective or symmetric, got {transport!r}")
+    if transport not in ("auto", "collective", "symmetric", "hierarchical"):
+        raise ConfigError(f"--transport must be auto, collective, symmetric or hierarchical, got {transport!r}")
     if budget is not None and len(ep_size) > 1:
         raise ConfigError(f"--budget holds the budgets of one --ep-size, got {len(ep_size)}")
     targets = [

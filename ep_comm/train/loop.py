@@ -335,7 +335,7 @@ class Trainer:
         """Bytes between ranks in each direction so far, over ranks and layers, discarded attempts included.
 
         ``plain`` is what the same tokens take without MXFP8. Collective. Empty slots that static mode pads
-        its equal splits with on the collective transport are not counted: they depend on the budget, not on
+        its equal splits with on the network transports are not counted: they depend on the budget, not on
         the format.
         """
         sent = torch.tensor([layer.dispatcher.tokens_sent for layer in self.layers], device=self.env.device)

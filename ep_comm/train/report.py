@@ -129,7 +129,7 @@ def _budget_table(facts: dict[str, Any]) -> Table:
 def _wire_table(facts: dict[str, Any]) -> Table:
     plain_name = facts["options"]["dtype"]
     table = Table(title="Token rows between the ranks, whole run, all layers", title_justify="left")
-    if facts["mode"] == "static" and facts["transport"] == "collective":
+    if facts["mode"] == "static" and facts["transport"] in ("collective", "hierarchical"):
         table.caption = "Empty slots of static mode's equal splits come on top; they are not counted."
         table.caption_justify = "left"
     table.add_column("direction", no_wrap=True)
