@@ -19,7 +19,7 @@ from .findings import Finding, ranges
 
 __all__ = ["LinkClass", "PairSpeed", "classify", "judge_pairs", "measure_pairs", "pattern", "schedule"]
 
-_MIN_BYTES, _MAX_BYTES = 64 << 10, 64 << 20
+_MIN_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
 _ROUND_TRIPS = 6
 _REPEATS = 4
 _SLOW = 0.5  # of the median of the class
@@ -134,9 +134,14 @@ class _Messages:
         for _ in range(2):  # connects
             self._round_trip(peer, first)
         latency_us = min(self._round_trips(peer, first) for _ in range(_REPEATS)) / 2 * 1e6
-        probe = min(self._transfer(peer, _MIN_BYTES)[0] for _ in range(2))
-        size = self._agree(peer, first, int(_MIN_BYTES * target_seconds / max(probe, 1e-6)))
-        size = max(_MIN_BYTES, min(size, _MAX_BYTES)) // 8 * 8
+        size = _MIN_BYTES
+        # On a fast link a small message says little: grow until the time is that of the bytes.
+        while size < _MAX_BYTES:
+            spent = min(self._transfer(peer, size)[0] for _ in range(2))
+            growth = self._agree(peer, first, int(min(8.0, target_seconds / max(spent, 1e-6))))
+            if growth < 2:
+                break
+            size = min(size * growth, _MAX_BYTES)
         transfers = [self._transfer(peer, size) for _ in range(_REPEATS)]
         best = min(seconds for seconds, _ in transfers)
         return PairSpeed(
@@ -163,9 +168,9 @@ class _Messages:
         for sends in (first, not first):
             self._wait([(dist.isend if sends else dist.irecv, self._small)], peer)
 
-    def _agree(self, peer: int, first: bool, size: int) -> int:
+    def _agree(self, peer: int, first: bool, own: int) -> int:
         """The lower rank's number."""
-        number = torch.tensor([size], dtype=torch.int64, device=self._env.device)
+        number = torch.tensor([own], dtype=torch.int64, device=self._env.device)
         self._wait([(dist.isend if first else dist.irecv, number)], peer)
         return int(number)
 

@@ -281,9 +281,11 @@ def _speed_note(result: CheckResult) -> str:
     shape = result.shape
     if shape is None:
         return ""
+    graphs = ", each a CUDA graph" if result.captured else ""
     return (
         f"{shape.tokens} bf16 tokens a rank, H = {shape.hidden_size}, {shape.num_experts} experts, top {shape.top_k}, "
-        f"uniform routing. Median of the slowest rank; GB/s: token rows that leave a rank."
+        f"uniform routing{graphs}. Median of the slowest rank; GB/s: token rows for other ranks, once for each "
+        f"(token, rank)."
     )
 
 

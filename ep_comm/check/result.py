@@ -34,6 +34,8 @@ class CheckResult:
     pairs: list[PairSpeed] = field(default_factory=list)
     classes: list[LinkClass] = field(default_factory=list)
     shape: Shape | None = None
+    captured: bool = False
+    """Whether the timed operations were CUDA graphs."""
     speeds: list[TransportSpeed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
@@ -123,7 +125,7 @@ class CheckResult:
             "replay": self.replays,
             "pairs": [pair.to_dict() for pair in self.pairs],
             "links": [link.to_dict() for link in self.classes],
-            "shape": asdict(self.shape) if self.shape else None,
+            "shape": {**asdict(self.shape), "cuda_graphs": self.captured} if self.shape else None,
             "speed": [speed.to_dict() for speed in self.speeds],
             "findings": [asdict(finding) for finding in self.findings],
         }

@@ -243,6 +243,8 @@ class _Check:
 
     def _speed(self, names: list[str]) -> None:
         self.result.shape = shape = standard_shape(self.env)
+        graphs = self.env.device.type == "cuda" and self.options.capture != "never"
+        self.result.captured = graphs
         wires = [(name, wire) for name in names for wire in ("bf16", "mxfp8")]
         with self.progress.stage("dispatch and combine") as notes:
             seconds = self._share(0.8) / len(wires)
@@ -250,7 +252,7 @@ class _Check:
                 values, _ = self._stage(
                     f"timing {wire} on the {name} transport",
                     lambda name=name, wire=wire: measure_transport(
-                        self.env, shape, name, wire, seconds, self.stages.progress
+                        self.env, shape, name, wire, seconds, self.stages.progress, graphs=graphs
                     ),
                 )
                 if self.console is not None and values:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..bench.timing import GraphCall, Timer, median_of_slowest
 from ..config import EPConfig, round_up
 from ..dispatcher import Dispatcher
 from ..distributed import Env
 
 __all__ = ["Shape", "TransportSpeed", "measure_transport", "standard_shape", "summarise"]
-
-_ROUNDS = 9
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class TransportSpeed:
-    """Medians over the rounds of the slowest rank's time, and what crossed between ranks a rank and round.
+    """Medians of the slowest rank's time.
 
     Attributes:
-        dispatch_gb_per_s, combine_gb_per_s: bytes of token rows that left the busiest rank, by that time.
+        dispatch_gb_per_s, combine_gb_per_s: token rows that the busiest rank has for other ranks, one for each (token,
+            rank), in bytes, by that time.
     """
 
     transport: str
@@ -57,12 +56,22 @@ def standard_shape(env: Env) -> Shape:
 
 
 def measure_transport(
-    env: Env, shape: Shape, transport: str, wire: str, seconds: float, progress: Callable[[str], None]
+    env: Env,
+    shape: Shape,
+    transport: str,
+    wire: str,
+    seconds: float,
+    progress: Callable[[str], None],
+    *,
+    graphs: bool = False,
 ) -> dict[str, Any]:
-    """Time static mode on uniform routing, launched call by call. Collective.
+    """Time static mode on uniform routing. Collective.
+
+    Args:
+        graphs: each operation is captured in a CUDA graph, so that launching it is not what is measured.
 
     Returns:
-        This rank's seconds of every round, and its bytes a round, for :func:`summarise`.
+        This rank's microseconds of every call, and its bytes a call, for :func:`summarise`.
     """
     make = torch.Generator().manual_seed(env.rank)
     tokens = torch.randn(shape.tokens, shape.hidden_size, generator=make).to(env.device, torch.bfloat16)
@@ -80,54 +89,60 @@ def measure_transport(
         combine_backward_dtype=wire,
         transport=transport,
     )
-    rounds: list[tuple[float, float]] = []
     with Dispatcher(config, env.group, name=f"{transport} timing") as dispatcher, torch.no_grad():
-        dispatcher.dispatch(tokens, topk_idx, topk_weights)
+        d = dispatcher.dispatch(tokens, topk_idx, topk_weights)
         if dispatcher.overflowed:
             dispatcher.grow(dispatcher.required_rows)
-        sent_before = dispatcher.tokens_sent
-        deadline = time.perf_counter() + seconds
-        for number in range(_ROUNDS + 2):
-            progress(f"round {number}")
-            _line_up(env, deadline)
-            started = _clock(env)
             d = dispatcher.dispatch(tokens, topk_idx, topk_weights)
-            dispatch_seconds = _clock(env) - started
-            _line_up(env, deadline)
-            started = _clock(env)
-            dispatcher.combine(d.tokens, d.handle)
-            rounds.append((dispatch_seconds, _clock(env) - started))
-            if _line_up(env, deadline) and number >= 2:
-                break
-        sent = (dispatcher.tokens_sent - sent_before) // len(rounds)
+        sent_before = dispatcher.tokens_sent
+        dispatcher.dispatch(tokens, topk_idx, topk_weights)
+        sent = dispatcher.tokens_sent - sent_before
+        calls = (
+            lambda: dispatcher.dispatch(tokens, topk_idx, topk_weights).tokens,
+            lambda: dispatcher.combine(d.tokens, d.handle),
+        )
+        with _as_graphs(env, dispatcher, calls) if graphs else nullcontext(calls) as timed:
+            progress("timing")
+            times = [_time(env, call, seconds / 2) for call in timed]
         return {
-            "rounds": rounds[2:],
+            "times": times,
             "dispatch_bytes": sent * dispatcher.wire_row_bytes("dispatch_forward"),
             "combine_bytes": sent * dispatcher.wire_row_bytes("combine_forward"),
         }
 
 
+@contextmanager
+def _as_graphs(env: Env, dispatcher: Dispatcher, calls: Sequence[Callable[[], Any]]) -> Iterator[list[GraphCall]]:
+    """The calls captured in CUDA graphs, after they have run as they are."""
+    stream, pool = torch.cuda.Stream(env.device), torch.cuda.graph_pool_handle()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls * 2:
+            call()
+    dispatcher.prepare_capture()
+    torch.cuda.synchronize(env.device)
+    captured: list[GraphCall] = []
+    try:
+        for call in calls:
+            captured.append(GraphCall(call, stream, pool))
+        yield captured
+    finally:
+        torch.cuda.synchronize(env.device)
+        for graph in captured:
+            graph.reset()
+
+
+def _time(env: Env, call: Callable[[], Any], seconds: float) -> list[float]:
+    """Microseconds of as many calls as fit into the time, the same number on all ranks."""
+    probe = torch.tensor(max(Timer(env.device, 1, 1)([call], env.group)), device=env.device)
+    dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=env.group)
+    iterations = max(3, min(20, int(seconds * 1e6 / max(float(probe), 1.0))))
+    return Timer(env.device, iterations, 1)([call], env.group)
+
+
 def summarise(transport: str, wire: str, by_rank: Sequence[dict[str, Any]]) -> TransportSpeed:
     """From the ranks' :func:`measure_transport` to one line."""
-    slowest = [[max(times) for times in zip(*of_round, strict=True)] for of_round in _rounds(by_rank)]
-    dispatch, combine = (statistics.median(times) for times in zip(*slowest, strict=True))
+    dispatch_us, combine_us = (median_of_slowest([each["times"][which] for each in by_rank]) for which in (0, 1))
     there = max(each["dispatch_bytes"] for each in by_rank)
     back = max(each["combine_bytes"] for each in by_rank)
-    return TransportSpeed(transport, wire, dispatch * 1e6, combine * 1e6, there / dispatch / 1e9, back / combine / 1e9)
-
-
-def _rounds(by_rank: Sequence[dict[str, Any]]) -> list[tuple[tuple[float, float], ...]]:
-    return list(zip(*(each["rounds"] for each in by_rank), strict=True))
-
-
-def _line_up(env: Env, deadline: float) -> bool:
-    """Let all ranks meet; says whether time is over on any of them."""
-    over = torch.tensor(float(time.perf_counter() > deadline), device=env.device)
-    dist.all_reduce(over, op=dist.ReduceOp.MAX, group=env.group)
-    return bool(over)
-
-
-def _clock(env: Env) -> float:
-    if env.device.type == "cuda":
-        torch.cuda.synchronize(env.device)
-    return time.perf_counter()
+    return TransportSpeed(transport, wire, dispatch_us, combine_us, there / dispatch_us / 1e3, back / combine_us / 1e3)
