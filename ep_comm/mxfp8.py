@@ -278,7 +278,7 @@ def _kernels_for(x_NH: Tensor, q: MXFP8Tensor) -> CudaKernels | None:
     if x_NH.device.type != "cuda" or x_NH.shape[0] == 0:
         return None
     from .cuda.kernels import cuda_kernels
-    from .cuda.ops import codec_fits
+    from .cuda.row_ops import codec_fits
 
     kernels = cuda_kernels(x_NH.device)
     return kernels if kernels is not None and codec_fits(x_NH, q) else None
@@ -287,7 +287,7 @@ def _kernels_for(x_NH: Tensor, q: MXFP8Tensor) -> CudaKernels | None:
 def _quantize_rows(x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
     kernels = _kernels_for(x_NH, out)
     if kernels is not None:
-        from .cuda.ops import quantize_rows
+        from .cuda.row_ops import quantize_rows
 
         return quantize_rows(kernels, x_NH, rounding, out)
     num_rows, hidden_size = x_NH.shape
@@ -325,7 +325,7 @@ def _quantize_rows(x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
 def _dequantize_rows(data_NH: Tensor, scales_NS: Tensor, out_NH: Tensor) -> None:
     kernels = _kernels_for(out_NH, MXFP8Tensor(data_NH, scales_NS))
     if kernels is not None:
-        from .cuda.ops import dequantize_rows
+        from .cuda.row_ops import dequantize_rows
 
         return dequantize_rows(kernels, MXFP8Tensor(data_NH, scales_NS), out_NH)
     num_rows, hidden_size = data_NH.shape

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding_bag
 from . import devices
 from .cuda.kernels import cuda_kernels
 
-__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows", "weighted_backward"]
+__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows", "take_rows", "weighted_backward"]
 
 # Scratch of one chunk stays in a core's cache; on CPUs fresh memory costs more than the arithmetic.
 _CHUNK_BYTES = 1 << 20
@@ -63,6 +63,13 @@ def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH:
         weights_R: fp32 ``[R]`` or None.
         out_NH: ``[N, H]``, overwritten.
     """
+    kernels = cuda_kernels(rows_RH.device)
+    if kernels is not None and rows_RH.stride(1) == 1 and out_NH.dtype in (rows_RH.dtype, torch.float32):
+        from .cuda import row_ops
+
+        if table.num_items:
+            row_ops.sum_rows(kernels, rows_RH, table.entries, table.starts, weights_R, out_NH)
+        return
     if not devices.host_reads_are_free(rows_RH.device):
         _sum_chunk(rows_RH, table.entries, table.starts, weights_R, out_NH, table.num_items)
         return
@@ -90,6 +97,30 @@ def _sum_chunk(
     # Bags of consecutive rows: embedding_bag adds the FP32 rows of a bag one after the other.
     order_M = torch.arange(entries.numel(), device=entries.device)
     out_NH.copy_(embedding_bag(order_M, picked_MH, starts, mode="sum", include_last_offset=True)[:num_items])
+
+
+def take_rows(rows_NX: Tensor, index_R: Tensor, out_RX: Tensor | None = None) -> Tensor:
+    """``out[r] = rows[index[r]]``.
+
+    Args:
+        rows_NX: ``[N, X]`` of any dtype.
+        index_R: int64 ``[R]`` from 0 to N - 1.
+        out_RX: ``[R, X]`` of the same dtype, overwritten; new without it.
+    """
+    if out_RX is None:
+        out_RX = rows_NX.new_empty(index_R.shape[0], rows_NX.shape[1])
+    kernels = cuda_kernels(rows_NX.device)
+    if kernels is not None:
+        from .cuda import row_ops
+
+        if row_ops.take_fits(rows_NX, out_RX):
+            if out_RX.numel():
+                row_ops.take_rows(kernels, rows_NX, index_R, out_RX)
+            return out_RX
+    if rows_NX.dtype == torch.float8_e4m3fn:  # index_select has no kernel for it; bytes are bytes
+        torch.index_select(rows_NX.view(torch.uint8), 0, index_R, out=out_RX.view(torch.uint8))
+        return out_RX
+    return torch.index_select(rows_NX, 0, index_R, out=out_RX)
 
 
 def invert_table(table_NK: Tensor, num_rows: int, missing: int) -> Tensor:
@@ -152,7 +183,7 @@ def weighted_backward(
     """
     kernels = cuda_kernels(output_RH.device)
     if kernels is not None and output_RH.dtype == grad_RH.dtype:
-        from .cuda import ops
+        from .cuda import row_ops
 
-        return ops.weighted_backward(kernels, output_RH, grad_RH, weights_R, row_count)
+        return row_ops.weighted_backward(kernels, output_RH, grad_RH, weights_R, row_count)
     return scale_rows(grad_RH, weights_R), row_dot(output_RH, grad_RH)

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ep_comm.config import round_up
-from ep_comm.cuda import ops
+from ep_comm.cuda import ops, row_ops
 from ep_comm.cuda.kernels import CudaKernels
 from ep_comm.cuda.window import STATE_WORDS, WindowLayout
 from ep_comm.mxfp8 import dequantize_mxfp8, quantize_mxfp8, scale_row_bytes
@@ -345,7 +345,7 @@ def time_operations(work: Work, timer: Timer, report: Report, label: str) -> Non
         "dispatch backward": lambda: work.gather(rows, row_scalars_R=weights),
         "combine backward bf16": lambda: work.scatter(again=True),
         "combine backward mxfp8": lambda: work.scatter(again=True, mxfp8=True),
-        "weighted backward (local)": lambda: ops.weighted_backward(
+        "weighted backward (local)": lambda: row_ops.weighted_backward(
             work.kernels, rows, grad, weights, work.tables.expert_offsets_L1[-1:]
         ),
     }

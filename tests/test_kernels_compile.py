@@ -34,6 +34,10 @@ BUILDS = {
         ("row_ops.cu", {"DTYPE": dtype, "SCALE_FLOOR": floor, "TREE_LEVELS": levels})
         for dtype, floor, levels in ((0, 0, 0), (1, 0, 5), (2, 1, 4))
     ],
+    "table_ops": [
+        ("table_ops.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "OUT_FP32": fp32})
+        for dtype, vec, fp32 in ((0, 16, 1), (1, 16, 0), (1, 8, 1), (1, 2, 0), (2, 4, 0))
+    ],
 }
 
 

@@ -28,19 +28,14 @@ __all__ = [
     "ScatterTuning",
     "Window",
     "barrier",
-    "codec_fits",
-    "dequantize_rows",
     "gather_sum",
     "plan",
-    "quantize_rows",
     "scatter_rows",
-    "weighted_backward",
 ]
 
 _PLAN_WARPS = 8
 _PLAN_ITEMS_PER_WARP = (128, 256, 512)
 _PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
-_ROW_WARPS = 8
 _FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
 _SHARED_BYTES = 216 * 1024  # dynamic shared memory of a block, with room for the static part
 
@@ -346,73 +341,3 @@ def default_gather_tuning(num_sms: int | None) -> GatherTuning:
 def barrier(kernels: CudaKernels, window: Window) -> None:
     """Everything that the ranks did in stream order before it is visible to all of them after it."""
     kernels.launch("barrier.cu", "barrier", {}, 1, 64, window._common())
-
-
-def codec_fits(x_NH: Tensor, q: MXFP8Tensor) -> bool:
-    """Whether :func:`quantize_rows` and :func:`dequantize_rows` take tensors of this layout: elements of a row
-    adjacent, rows of ``x`` at multiples of 16 bytes, those of the elements at multiples of 8."""
-    if x_NH.stride(1) != 1 or q.data.stride(1) != 1 or (q.scales.shape[1] > 1 and q.scales.stride(1) != 1):
-        return False
-    item = x_NH.element_size()
-    return not ((x_NH.data_ptr() | x_NH.stride(0) * item) % 16 or (q.data.data_ptr() | q.data.stride(0)) % 8)
-
-
-def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
-    """The bytes of :func:`ep_comm.quantize_mxfp8` for ``x [N, H]``, into ``out``; see :func:`codec_fits`."""
-    count, hidden = x_NH.shape
-    defines = {"DTYPE": DTYPE_CODE[x_NH.dtype], "SCALE_FLOOR": SCALE_FLOOR[rounding], "WARPS": _ROW_WARPS}
-    kernels.launch(
-        "row_ops.cu", "quantize_rows", defines, _row_blocks(kernels, count), _ROW_WARPS * 32,
-        (*_with_stride(x_NH), *_with_stride(out.data), *_with_stride(out.scales), np.int64(count), hidden),
-    )  # fmt: skip
-
-
-def dequantize_rows(kernels: CudaKernels, q: MXFP8Tensor, out_NH: Tensor) -> None:
-    """The values of :func:`ep_comm.dequantize_mxfp8` for rows ``[N, H]``, into ``out``; see :func:`codec_fits`."""
-    count, hidden = out_NH.shape
-    kernels.launch(
-        "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[out_NH.dtype], "WARPS": _ROW_WARPS},
-        _row_blocks(kernels, count), _ROW_WARPS * 32,
-        (*_with_stride(q.data), *_with_stride(q.scales), *_with_stride(out_NH), np.int64(count), hidden),
-    )  # fmt: skip
-
-
-def weighted_backward(
-    kernels: CudaKernels,
-    y_RH: Tensor,
-    grad_RH: Tensor,
-    weights_R: Tensor,
-    row_count: Tensor,
-    *,
-    zero_tail: bool = True,
-    num_sms: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Backward of scaling rows by weights: ``round(weights * grad)`` and ``row_dot(y, grad)``.
-
-    Args:
-        row_count: int64, one element on the device: rows in use; the gradient of later ones is zero.
-
-    Returns:
-        ``[R, H]`` in the dtype of ``grad_RH``, and float32 ``[R]``: bits of :func:`ep_comm.rows.scale_rows`
-        and :func:`ep_comm.rows.row_dot`.
-    """
-    count, hidden = y_RH.shape
-    grad_rows = torch.empty_like(grad_RH)
-    grad_weights = torch.empty(count, dtype=torch.float32, device=y_RH.device)
-    levels = max(0, (hidden - 1).bit_length() - 8)
-    defines = {"DTYPE": DTYPE_CODE[y_RH.dtype], "WARPS": _ROW_WARPS, "TREE_LEVELS": levels}
-    kernels.launch(
-        "row_ops.cu", "weighted_backward", defines, _row_blocks(kernels, count, num_sms), _ROW_WARPS * 32,
-        (y_RH, grad_RH, weights_R, grad_rows, grad_weights, np.int64(count), hidden, row_count,
-         int(zero_tail)),
-    )  # fmt: skip
-    return grad_rows, grad_weights
-
-
-def _with_stride(rows: Tensor) -> tuple[Tensor, np.int64]:
-    return rows, np.int64(rows.stride(0))
-
-
-def _row_blocks(kernels: CudaKernels, rows: int, num_sms: int | None = None) -> int:
-    most = min(num_sms or kernels.num_sms, kernels.num_sms) * 8
-    return max(1, min(most, -(-rows // _ROW_WARPS)))

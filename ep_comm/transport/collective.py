@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import PeerLostError
 from ..mxfp8 import MXFP8Tensor
 from ..plan import CountedPlan, Sizing
-from ..rows import pick_from_rows, place_in_rows, sum_rows
+from ..rows import pick_from_rows, place_in_rows, sum_rows, take_rows
 from .base import Route, RowFormat, Transport
 from .hop import Hop, ReceiveTables
 from .wire import WireBuffers, WireLayout
@@ -103,7 +103,7 @@ class CollectiveTransport(Transport):
         if first:
             route.receive = ReceiveTables.build(wire.row_view(received_NW[:-1]), route.sizing.rows)
         # The row behind the received ones is zero: padding and tail copy it.
-        rows = _take_rows(wire.unpack(received_NW), route.receive.source_R)
+        rows = _take(wire.unpack(received_NW), route.receive.source_R)
         scalars_R = None
         if scalars_TK is not None:
             received_NK = wire.scalar_view(received_NW[:-1])
@@ -179,7 +179,7 @@ class CollectiveTransport(Transport):
         """The send buffer of a hop, ``[S, W]``."""
         row_bytes = tokens_TW.shape[1]
         sent_SW = self._buffers.take("sent", hop.num_sent, row_bytes, tokens_TW.device)
-        return torch.index_select(tokens_TW, 0, hop.tokens_S, out=sent_SW)
+        return take_rows(tokens_TW, hop.tokens_S, sent_SW)
 
     def _all_to_all(self, rows_XW: Tensor, hop: Hop, operation: str, *, reverse: bool = False) -> Tensor:
         """Exchange rows along the hop, or back along it; one zero row follows the received ones."""
@@ -223,9 +223,7 @@ def _buffers_of(group: dist.ProcessGroup | None) -> WireBuffers:
     return buffers
 
 
-def _take_rows(rows: Tensor | MXFP8Tensor, index_R: Tensor) -> Tensor | MXFP8Tensor:
+def _take(rows: Tensor | MXFP8Tensor, index_R: Tensor) -> Tensor | MXFP8Tensor:
     if isinstance(rows, MXFP8Tensor):
-        # index_select has no fp8 kernel; bytes are bytes.
-        data = rows.data.view(torch.uint8).index_select(0, index_R).view(rows.data.dtype)
-        return MXFP8Tensor(data, rows.scales.index_select(0, index_R))
-    return rows.index_select(0, index_R)
+        return MXFP8Tensor(*(take_rows(part, index_R) for part in rows))
+    return take_rows(rows, index_R)

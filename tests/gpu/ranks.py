@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class EmulatedRanks:
     """``layout.ep_size`` ranks in this process, on the first GPU."""
 
-    def __init__(self, layout: WindowLayout, *, timeout_ns: int = 10**9) -> None:
+    def __init__(self, layout: WindowLayout, *, timeout_ns: int = 20 * 10**9) -> None:
         self.device = torch.device("cuda", 0)
         self.kernels = CudaKernels(self.device)
         self.num_sms = max(1, self.kernels.num_sms // layout.ep_size // 2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ep_comm import rows as torch_rows
 from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes, unpack_mxfp8
+from ep_comm.rows import SumTable, sum_rows, take_rows
 from ep_comm.status import HEADER_WORDS, FaultCode, Word
 from tests import reference
 
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available():
-    from ep_comm.cuda import ops
+    from ep_comm.cuda import ops, row_ops
     from ep_comm.cuda.kernels import CudaKernels, cuda_kernels_problem
     from ep_comm.cuda.window import WindowLayout
 
@@ -382,13 +383,13 @@ def test_codec(dtype: torch.dtype, rounding: str, hidden: int) -> None:
     apart = torch.zeros(70, hidden + 64, dtype=dtype, device="cuda")
     apart[:, 32 : 32 + hidden] = x.cuda()
     q = unpack_mxfp8(wire, hidden, 16)
-    assert ops.codec_fits(apart[:, 32 : 32 + hidden], q)
-    ops.quantize_rows(kernels, apart[:, 32 : 32 + hidden], rounding, q)
+    assert row_ops.codec_fits(apart[:, 32 : 32 + hidden], q)
+    row_ops.quantize_rows(kernels, apart[:, 32 : 32 + hidden], rounding, q)
     wire[:, 16 + hidden + hidden // 32 : -32] = 0
     assert_same(wire[:, 16:-32], expected)
     assert (wire[:, :16] == 0xAA).all() and (wire[:, -32:] == 0xAA).all()
     back = torch.zeros_like(apart)
-    ops.dequantize_rows(kernels, q, back[:, 32 : 32 + hidden])
+    row_ops.dequantize_rows(kernels, q, back[:, 32 : 32 + hidden])
     assert_same(back[:, 32 : 32 + hidden], dequantize_packed(expected, hidden, dtype))
     assert not back[:, :32].any() and not back[:, 32 + hidden :].any()
 
@@ -400,7 +401,7 @@ def test_codec_decodes_every_byte_and_scale() -> None:
     wire = torch.cat([elements, scales], 1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         back = torch.empty(256, 256, dtype=dtype, device="cuda")
-        ops.dequantize_rows(kernels, unpack_mxfp8(wire.cuda(), 256), back)
+        row_ops.dequantize_rows(kernels, unpack_mxfp8(wire.cuda(), 256), back)
         assert_same(back, dequantize_packed(wire, 256, dtype))
 
 
@@ -412,10 +413,57 @@ def test_weighted_backward(hidden: int, dtype: torch.dtype) -> None:
     y[3] = -0.0
     weights = torch.rand(37, device="cuda")
     used = torch.tensor([30], device="cuda")
-    rows, dots = ops.weighted_backward(kernels, y, grad, weights, used)
+    rows, dots = row_ops.weighted_backward(kernels, y, grad, weights, used)
     assert_same(rows[:30], torch_rows.scale_rows(grad, weights)[:30].cpu())
     assert_same(dots[:30], torch_rows.row_dot(y.cpu(), grad.cpu())[:30])
     assert not rows[30:].any() and not dots[30:].any()
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 50, 96, 2880, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fp32_out", [False, True])
+def test_sums_by_a_table(hidden: int, dtype: torch.dtype, fp32_out: bool) -> None:
+    """The bits of the CPU, from strided rows to strided rows; items with none to eight entries."""
+    make = torch.Generator().manual_seed(hidden)
+    rows = torch.randn(200, hidden + 16, generator=make).to(dtype)[:, 8 : 8 + hidden]
+    rows[7] = -0.0
+    table = torch.randint(0, 200, (60, 8), generator=make)
+    table = torch.where(torch.rand(60, 8, generator=make) < 0.5, table, -1)
+    table[3], table[4] = -1, torch.tensor([7] + [-1] * 7)
+    weights = torch.randn(200, generator=make)
+    out_dtype = torch.float32 if fp32_out else dtype
+    for factors in (None, weights):
+        want = torch.empty(60, hidden, dtype=out_dtype)
+        sum_rows(rows, SumTable.build(table, 480), factors, want)
+        room = torch.full((60, hidden + 16), 5.0, dtype=out_dtype, device="cuda")
+        got = room[:, 8 : 8 + hidden]
+        there = torch.empty(200, hidden + 16, dtype=dtype, device="cuda")[:, 8 : 8 + hidden].copy_(rows)
+        sums = SumTable.build(table.cuda(), 480)
+        sum_rows(there, sums, factors if factors is None else factors.cuda(), got)
+        assert_same(got, want)
+        assert (room[:, :8] == 5).all() and (room[:, 8 + hidden :] == 5).all()
+    empty = torch.full((2, hidden), 3.0, dtype=dtype, device="cuda")
+    nothing = SumTable.build(torch.full((2, 8), -1, device="cuda"), 16)
+    sum_rows(torch.empty(0, hidden, dtype=dtype, device="cuda"), nothing, None, empty)
+    assert not empty.any()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 24, 96, 2880, 14336])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3000])
+def test_rows_by_a_table(width: int, dtype: torch.dtype, count: int) -> None:
+    make = torch.Generator().manual_seed(width)
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (77, (width + 16) * size), generator=make, dtype=torch.uint8)
+    index = torch.randint(0, 77, (count,), generator=make)
+    rows = raw.cuda().view(dtype)[:, 16 : 16 + width]
+    got = take_rows(rows, index.cuda())
+    want = raw[index].view(torch.uint8)[:, 16 * size : (16 + width) * size]
+    assert_same(got.view(torch.uint8), want)
+    room = torch.zeros(count, width + 32, dtype=torch.uint8, device="cuda").repeat(1, size).view(dtype)
+    take_rows(rows, index.cuda(), room[:, 16 : 16 + width])
+    assert_same(room[:, 16 : 16 + width].contiguous().view(torch.uint8), want)
+    assert not room.view(torch.uint8)[:, : 16 * size].any() and not room.view(torch.uint8)[:, -16 * size :].any()
 
 
 def test_addresses_beyond_32_bits() -> None:

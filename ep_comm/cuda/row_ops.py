@@ -1,0 +1,154 @@
+"""The operations on rows that need no other rank: the codec, copies and sums by a table, gradients of weights.
+
+Nothing here waits for the GPU, so everything may be captured in a CUDA graph. Letters as in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..mxfp8 import MXFP8Tensor
+from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
+from .sources import SCALE_FLOOR
+
+__all__ = [
+    "codec_fits",
+    "dequantize_rows",
+    "quantize_rows",
+    "sum_rows",
+    "take_fits",
+    "take_rows",
+    "weighted_backward",
+]
+
+_ROW_WARPS = 8
+
+
+def codec_fits(x_NH: Tensor, q: MXFP8Tensor) -> bool:
+    """Whether :func:`quantize_rows` and :func:`dequantize_rows` take tensors of this layout: elements of a row
+    adjacent, rows of ``x`` at multiples of 16 bytes, those of the elements at multiples of 8."""
+    if x_NH.stride(1) != 1 or q.data.stride(1) != 1 or (q.scales.shape[1] > 1 and q.scales.stride(1) != 1):
+        return False
+    item = x_NH.element_size()
+    return not ((x_NH.data_ptr() | x_NH.stride(0) * item) % 16 or (q.data.data_ptr() | q.data.stride(0)) % 8)
+
+
+def quantize_rows(kernels: CudaKernels, x_NH: Tensor, rounding: str, out: MXFP8Tensor) -> None:
+    """The bytes of :func:`ep_comm.quantize_mxfp8` for ``x [N, H]``, into ``out``; see :func:`codec_fits`."""
+    count, hidden = x_NH.shape
+    defines = {"DTYPE": DTYPE_CODE[x_NH.dtype], "SCALE_FLOOR": SCALE_FLOOR[rounding], "WARPS": _ROW_WARPS}
+    kernels.launch(
+        "row_ops.cu", "quantize_rows", defines, _row_blocks(kernels, count), _ROW_WARPS * 32,
+        (*_with_stride(x_NH), *_with_stride(out.data), *_with_stride(out.scales), np.int64(count), hidden),
+    )  # fmt: skip
+
+
+def dequantize_rows(kernels: CudaKernels, q: MXFP8Tensor, out_NH: Tensor) -> None:
+    """The values of :func:`ep_comm.dequantize_mxfp8` for rows ``[N, H]``, into ``out``; see :func:`codec_fits`."""
+    count, hidden = out_NH.shape
+    kernels.launch(
+        "row_ops.cu", "dequantize_rows", {"DTYPE": DTYPE_CODE[out_NH.dtype], "WARPS": _ROW_WARPS},
+        _row_blocks(kernels, count), _ROW_WARPS * 32,
+        (*_with_stride(q.data), *_with_stride(q.scales), *_with_stride(out_NH), np.int64(count), hidden),
+    )  # fmt: skip
+
+
+def weighted_backward(
+    kernels: CudaKernels,
+    y_RH: Tensor,
+    grad_RH: Tensor,
+    weights_R: Tensor,
+    row_count: Tensor,
+    *,
+    zero_tail: bool = True,
+    num_sms: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Backward of scaling rows by weights: ``round(weights * grad)`` and ``row_dot(y, grad)``.
+
+    Args:
+        row_count: int64, one element on the device: rows in use; the gradient of later ones is zero.
+
+    Returns:
+        ``[R, H]`` in the dtype of ``grad_RH``, and float32 ``[R]``: bits of :func:`ep_comm.rows.scale_rows`
+        and :func:`ep_comm.rows.row_dot`.
+    """
+    count, hidden = y_RH.shape
+    grad_rows = torch.empty_like(grad_RH)
+    grad_weights = torch.empty(count, dtype=torch.float32, device=y_RH.device)
+    levels = max(0, (hidden - 1).bit_length() - 8)
+    defines = {"DTYPE": DTYPE_CODE[y_RH.dtype], "WARPS": _ROW_WARPS, "TREE_LEVELS": levels}
+    kernels.launch(
+        "row_ops.cu", "weighted_backward", defines, _row_blocks(kernels, count, num_sms), _ROW_WARPS * 32,
+        (y_RH, grad_RH, weights_R, grad_rows, grad_weights, np.int64(count), hidden, row_count,
+         int(zero_tail)),
+    )  # fmt: skip
+    return grad_rows, grad_weights
+
+
+def take_fits(rows_NX: Tensor, out_RX: Tensor) -> bool:
+    """Whether :func:`take_rows` takes tensors of this layout: elements of a row adjacent, an even number of bytes."""
+    return (
+        all(t.dim() == 2 and (t.stride(1) == 1 or t.shape[1] <= 1) for t in (rows_NX, out_RX))
+        and _common_vector(rows_NX, out_RX) >= 2
+    )
+
+
+def take_rows(kernels: CudaKernels, rows_NX: Tensor, index_R: Tensor, out_RX: Tensor) -> None:
+    """``out[r] = rows[index[r]]``; int64 ``index`` within the rows; see :func:`take_fits`."""
+    count, width = out_RX.shape
+    item = out_RX.element_size()
+    vector = _common_vector(rows_NX, out_RX)
+    segments = _segments(kernels, count, -(-width * item // (vector * 128)))
+    kernels.launch(
+        "table_ops.cu", "take_rows", {"VEC_BYTES": vector, "DTYPE": 1, "WARPS": _ROW_WARPS},
+        _row_blocks(kernels, count * segments), _ROW_WARPS * 32,
+        (rows_NX, np.int64(rows_NX.stride(0) * item), index_R, out_RX, np.int64(out_RX.stride(0) * item),
+         np.int64(count), np.int64(width * item), segments),
+    )  # fmt: skip
+
+
+def sum_rows(
+    kernels: CudaKernels,
+    rows_RH: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    weights_R: Tensor | None,
+    out_NH: Tensor,
+) -> None:
+    """The sums of :func:`ep_comm.rows.sum_rows`, for ``out`` in the dtype of the rows or float32."""
+    count, hidden = out_NH.shape
+    defines = {
+        "DTYPE": DTYPE_CODE[rows_RH.dtype],
+        "OUT_FP32": int(out_NH.dtype == torch.float32),
+        "WARPS": _ROW_WARPS,
+    }
+    segments = _segments(kernels, count, -(-hidden // 256))
+    kernels.launch(
+        "table_ops.cu", "sum_rows", defines, _row_blocks(kernels, count * segments), _ROW_WARPS * 32,
+        (*_with_stride(rows_RH), entries, starts, weights_R, *_with_stride(out_NH), np.int64(count), hidden, segments),
+    )  # fmt: skip
+
+
+def _common_vector(*tensors: Tensor) -> int:
+    """The widest access that fits the rows of all tensors and their strides."""
+    rows = 0
+    for tensor in tensors:
+        item = tensor.element_size()
+        rows |= tensor.shape[1] * item | tensor.stride(0) * item
+    return vector_bytes(rows, *tensors)
+
+
+def _segments(kernels: CudaKernels, rows: int, most: int) -> int:
+    """In how many pieces a row is cut, so that few rows fill the chip too."""
+    return max(1, min(most, kernels.num_sms * _ROW_WARPS * 8 // max(1, rows)))
+
+
+def _with_stride(rows: Tensor) -> tuple[Tensor, np.int64]:
+    return rows, np.int64(rows.stride(0))
+
+
+def _row_blocks(kernels: CudaKernels, rows: int, num_sms: int | None = None) -> int:
+    most = min(num_sms or kernels.num_sms, kernels.num_sms) * 8
+    return max(1, min(most, -(-rows // _ROW_WARPS)))

@@ -1,0 +1,102 @@
+// Whole rows by a table, without any other rank: copies to where the table says, and FP32 sums of the rows that it
+// lists. What the collective transport does before and after its all-to-all.
+//
+// Options: VEC_BYTES (take_rows), DTYPE, OUT_FP32 (sum_rows), WARPS.
+#include "mxfp8.cuh"
+
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef OUT_FP32
+#define OUT_FP32 0
+#endif
+#define THREADS (WARPS * 32)
+#define AHEAD 4  // rows of an item whose loads are in flight together
+
+// out_RX[r] = rows_NX[index_R[r]], strides in bytes, row_bytes a multiple of VEC_BYTES. Segments of a row are
+// copied by warps of their own, so that few rows fill the chip too.
+extern "C" __global__ void __launch_bounds__(THREADS)
+take_rows(const u8* __restrict__ rows_NX, i64 rows_stride, const i64* __restrict__ index_R, u8* __restrict__ out_RX,
+          i64 out_stride, i64 R, i64 row_bytes, int segments) {
+    i64 vectors = row_bytes / VEC_BYTES, units = R * segments;
+    for (i64 u = (i64)blockIdx.x * WARPS + threadIdx.x / 32; u < units; u += (i64)gridDim.x * WARPS) {
+        i64 r = u / segments, s = u % segments;
+        i64 at = vectors * s / segments + lane_id(), end = vectors * (s + 1) / segments;
+        const Vec* from = (const Vec*)(rows_NX + index_R[r] * rows_stride);
+        Vec* to = (Vec*)(out_RX + r * out_stride);
+        for (; at + 96 < end; at += 128) {
+            Vec v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = load_vec(from + at + 32 * i);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[at + 32 * i] = v[i];
+        }
+        for (; at < end; at += 32) to[at] = load_vec(from + at);
+    }
+}
+
+__device__ __forceinline__ void load_some(const u8* row, int h, int H, bool wide, float* f) {
+    if (wide) return load_8_items(row + (i64)h * ITEM_BYTES, f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        f[i] = 0.0f;
+        if (h + i < H) f[i] = DTYPE == 0 ? ((const float*)row)[h + i] : half_to_float(((const u16*)row)[h + i]);
+    }
+}
+__device__ __forceinline__ void store_some(u8* row, int h, int H, bool wide, const float* f) {
+    if (OUT_FP32 && DTYPE != 0) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (h + i < H) ((float*)row)[h + i] = f[i];
+    } else if (wide) {
+        store_8_items(row + (i64)h * ITEM_BYTES, pack_8(f));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (h + i < H) {
+                if (DTYPE == 0) ((float*)row)[h + i] = f[i];
+                else ((u16*)row)[h + i] = (u16)to_half_pair(f[i], 0.0f);
+            }
+    }
+}
+
+// out_NH[n] = round(sum over j from starts[n] to starts[n + 1], in order, of (weights[r] *) rows[r], r = entries[j]).
+// Sums start at +0; products are rounded before they are added. Strides in items of their tensor.
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict__ entries,
+         const i64* __restrict__ starts, const float* __restrict__ weights_R, u8* __restrict__ out_NH, i64 out_stride,
+         i64 N, int H, int segments) {
+    const int out_item = OUT_FP32 ? 4 : ITEM_BYTES;
+    bool wide = H % 8 == 0 && (((u64)rows_RH | (u64)out_NH | (u64)(rows_stride * ITEM_BYTES) |
+                                (u64)(out_stride * out_item)) & 15) == 0;
+    int chunks = (H + 255) / 256;
+    i64 units = N * segments;
+    for (i64 u = (i64)blockIdx.x * WARPS + threadIdx.x / 32; u < units; u += (i64)gridDim.x * WARPS) {
+        i64 n = u / segments, first = starts[n], last = starts[n + 1];
+        int s = (int)(u % segments), end = chunks * (s + 1) / segments;
+        u8* out = out_NH + n * out_stride * out_item;
+        for (int c = chunks * s / segments; c < end; ++c) {
+            int h = c * 256 + lane_id() * 8;
+            if (h >= H) continue;
+            float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+            for (i64 j = first; j < last; j += AHEAD) {
+                float f[AHEAD][8], w[AHEAD];
+#pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
+                    if (j + a >= last) continue;
+                    i64 r = entries[j + a];
+                    load_some(rows_RH + r * rows_stride * ITEM_BYTES, h, H, wide, f[a]);
+                    w[a] = weights_R ? weights_R[r] : 1.0f;
+                }
+#pragma unroll
+                for (int a = 0; a < AHEAD; ++a) {
+                    if (j + a >= last) continue;
+#pragma unroll
+                    for (int i = 0; i < 8; ++i)
+                        sum[i] = __fadd_rn(sum[i], weights_R ? __fmul_rn(w[a], f[a][i]) : f[a][i]);
+                }
+            }
+            store_some(out, h, H, wide, sum);
+        }
+    }
+}
