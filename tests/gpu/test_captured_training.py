@@ -115,6 +115,14 @@ def test_captured_training_equals_eager(transport: str, fused: bool, check: str)
     assert replays >= 2 and captures >= 1 and launches >= 15, results
 
 
+@needs_gpus(RANKS)
+def test_captured_training_over_the_network() -> None:
+    """NCCL's network path inside the graph."""
+    env = {"NCCL_HOSTID": "host{rank}"}
+    results = run_gpu_ranks(compare, RANKS, 40, "collective", True, "every_step", env=env)
+    assert len(set(results)) == 1 and results[0][1] >= 1 and results[0][2] >= 15, results
+
+
 @needs_gpus(1)
 def test_captured_training_on_one_gpu() -> None:
     ((replays, captures, launches),) = run_gpu_ranks(compare, 1, 40, "auto", True, "deferred")

@@ -100,6 +100,16 @@ def test_several_gpus_equal_the_reference(transport: str) -> None:
         assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
 
 
+@needs_gpus(RANKS)
+def test_the_network_path_equals_the_reference() -> None:
+    """Every rank a host of its own, as far as NCCL knows: its network transport instead of NVLink."""
+    results = run_gpu_ranks(
+        run_specs, RANKS, draw_specs(RANKS, 6, seed=3), "collective", env={"NCCL_HOSTID": "host{rank}"}
+    )
+    for rank, wrong in enumerate(results):
+        assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
+
+
 @needs_gpus(1)
 def test_one_gpu_equals_the_reference() -> None:
     (wrong,) = run_gpu_ranks(run_specs, 1, draw_specs(1, 16, seed=2), "auto")
