@@ -19,7 +19,7 @@ _COLOURS = {
     "own hierarchical": "#00838f",
     "own auto": "#553c9a",
 }
-_OTHERS = ("#a0aec0", "#718096", "#4a5568", "#cbd5e0")
+_OTHERS = ("#718096", "#a0aec0", "#4a5568", "#cbd5e0")
 _HATCHES = {"bf16": "", "mxfp8": "///", "mxfp8-kept": "xx"}
 _SHADES = {"graph": 1.0, "static": 0.75, "eager": 0.5}
 _LIMIT = "#c53030"
@@ -84,6 +84,8 @@ def _draw_shape(axis: Any, report: Report, shape: Shape, colours: dict[str, str]
         ticks.append(((first + place - 1) / 2, direction.replace("_", "\n")))
         place += 1.0
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_minor_formatter("")
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * 1.6)  # room for the figures above the bars
     axis.set_xticks([where for where, _ in ticks], [text for _, text in ticks], fontsize=9)

@@ -33,7 +33,7 @@ class Outcome:
         value: what the function returned on this rank; None after a failure.
         facts: what every rank reported of it.
         problem: what failed and on which ranks, or None.
-        everywhere: all ranks failed by themselves, so nobody was aborted.
+        everywhere: all ranks refused in the same way, so nobody was left waiting and communication is intact.
     """
 
     value: Any
@@ -49,13 +49,15 @@ class Referee:
         rank, world_size: this rank's place.
         store: shared by the ranks; None for a single process.
         timeout: seconds that an attempt may take.
+        name: no other referee of this store has had it.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout: float, name: str = "") -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._store = dist.PrefixStore("ep_comm/bench", store) if store is not None else None
+        prefix = f"ep_comm/bench/{name}"
+        self._store = dist.PrefixStore(prefix, store) if store is not None else None
         # A connection of its own: the main thread may hold the other one while it waits for a key.
-        self._watched = dist.PrefixStore("ep_comm/bench", store.clone()) if store is not None else None
+        self._watched = dist.PrefixStore(prefix, store.clone()) if store is not None else None
         self._attempts = 0
 
     def attempt(
@@ -75,27 +77,32 @@ class Referee:
         self._attempts += 1
         key = f"attempt {self._attempts}"
         watch = _Watch(self._watched, key, self.timeout, abort)
-        value, report = None, {"problem": None, "facts": None}
+        value, report = None, {"problem": None, "kind": None, "first": True, "facts": None}
         try:
             with watch:
                 value = call()
             report["facts"] = facts(value)
-            if watch.fired:
-                report["problem"] = watch.reason
+            report["problem"] = watch.reason
         except Exception as error:
             text = _first_line(error).removeprefix(f"rank {self.rank}: ")
             report["problem"] = watch.reason or f"{type(error).__name__}: {text}"
+            report["kind"] = type(error).__name__
             if self._store is not None:
+                report["first"] = not self._store.check([f"{key}/failed"])
                 self._store.set(f"{key}/failed", "1")
+        if watch.reason == _ABORTED:
+            report["first"] = False
         reports = self._exchange(key, report)
         problems = {rank: each["problem"] for rank, each in enumerate(reports) if each["problem"]}
-        # A rank that was aborted only suffered: the others say why.
-        causes = {rank: text for rank, text in problems.items() if text != _ABORTED} or problems
+        if len(set(problems.values())) > 1:
+            # A rank that failed after another one may only suffer from that: those that came first say why.
+            problems = {rank: text for rank, text in problems.items() if reports[rank]["first"]} or problems
+        kinds = {each["kind"] for each in reports}
         return Outcome(
             value=None if problems else value,
             facts=[each["facts"] for each in reports],
-            problem="; ".join(_by_text(causes, self.world_size)) or None,
-            everywhere=len(problems) == self.world_size and _ABORTED not in problems.values() and not watch.fired,
+            problem="; ".join(_by_text(problems, self.world_size)) or None,
+            everywhere=len(kinds) == 1 and not kinds & _MAY_BE_CONSEQUENCES,
         )
 
     def _exchange(self, key: str, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,6 +115,8 @@ class Referee:
         return [json.loads(self._store.get(each)) for each in keys]
 
 
+# Errors that a rank also gets when another one does not do its part; None stands for no error.
+_MAY_BE_CONSEQUENCES = {None, "RuntimeError", "PeerLostError", "DistBackendError", "DistNetworkError"}
 _ABORTED = "aborted, because another rank failed"
 
 
@@ -119,10 +128,6 @@ class _Watch:
         self._over = threading.Event()
         self.reason: str | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def fired(self) -> bool:
-        return self.reason is not None
 
     def __enter__(self) -> _Watch:
         if self._store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -72,8 +73,7 @@ class Bench:
             raise ConfigError("--mode graph needs GPUs: a CUDA graph is captured")
         if self.contenders is None:
             self.contenders = _named(make_contenders(options), options.contenders)
-        store = dist.distributed_c10d._get_default_store() if env.world_size > 1 else None
-        self.referee = Referee(env.rank, env.world_size, store, options.timeout)
+        self.referee = _make_referee(options, env)
         self.timer = Timer(env.device, options.iterations, options.warmup)
         self.report = Report.begin(options, env)
         # One stream for everything: autograd runs a backward pass on the stream of its forward pass, and a capture
@@ -330,6 +330,16 @@ def bench(
         ConfigError: the options do not suit the ranks.
     """
     return Bench(options, env, contenders).run(progress, show)
+
+
+def _make_referee(options: BenchOptions, env: Env) -> Referee:
+    if env.world_size == 1:
+        return Referee(0, 1, None, options.timeout)
+    # What an earlier benchmark of these processes left in the store must not be read again.
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0, group=env.group)
+    store = dist.distributed_c10d._get_default_store()
+    return Referee(env.rank, env.world_size, store, options.timeout, name[0])
 
 
 def _abort(group: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -146,6 +147,10 @@ def pair_bytes(routing: RoutingSet, row_bytes: int) -> int:
 
 def import_problem(module: str, place: Place) -> str | None:
     """Why a GPU package cannot be used here, or None."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return f"not importable: No module named {module.partition('.')[0]!r}"
+    if place.device.type != "cuda":
+        return "needs GPUs"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -153,6 +158,4 @@ def import_problem(module: str, place: Place) -> str | None:
     except Exception as error:  # whatever a package raises when its own needs are not met
         first = str(error).strip().splitlines()
         return f"not importable: {first[0] if first else type(error).__name__}"
-    if place.device.type != "cuda":
-        return "needs GPUs"
     return "one rank sends nothing to others" if place.ep_size == 1 else None
