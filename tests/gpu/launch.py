@@ -40,7 +40,10 @@ def needs_gpus(count: int) -> Any:
 def run_gpu_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None, timeout: float = 150.0
 ) -> list[Any]:
-    """``fn(rank, world_size, *args)`` on ``world_size`` GPUs; ``env`` values may hold ``{rank}``."""
+    """``fn(rank, world_size, *args)`` on ``world_size`` GPUs.
+
+    ``env`` values may hold ``{rank}``, and ``{half}``, which is 0 for the first half of the ranks and 1 for the others.
+    """
     context = mp.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +97,7 @@ def _work(
 ) -> None:
     stack = open(f"{os.path.dirname(store)}/stack{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    os.environ.update({name: value.format(rank=rank) for name, value in env.items()})
+    os.environ.update({name: value.format(rank=rank, half=2 * rank // world_size) for name, value in env.items()})
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ep_comm
 from tests import reference, steps
@@ -105,6 +106,37 @@ def test_the_network_path_equals_the_reference() -> None:
     """Every rank a host of its own, as far as NCCL knows: its network transport instead of NVLink."""
     results = run_gpu_ranks(
         run_specs, RANKS, draw_specs(RANKS, 6, seed=3), "collective", env={"NCCL_HOSTID": "host{rank}"}
+    )
+    for rank, wrong in enumerate(results):
+        assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
+
+
+def run_beside_cpu(rank: int, world_size: int, specs: list[Spec], transport: str) -> list[str]:
+    """What differs between NCCL and gloo, whose results the CPU tests compare with the reference."""
+    gloo = dist.new_group(backend="gloo")
+    wrong = []
+    for spec in specs:
+        _, plan, inputs = prepare(spec)
+        most = max(layout.required_rows for layout in plan)
+        for mode in ("eager", "static"):
+            config = dataclasses.replace(
+                spec.config(mode, most), transport=transport, max_tokens_per_rank=max(1, *spec.token_counts)
+            )
+            with ep_comm.Dispatcher(config, gloo) as there, ep_comm.Dispatcher(config) as here:
+                assert there.transport == here.transport == transport
+                want = steps.run_step(there, inputs[rank], spec.apply_weights)
+                got = moved(steps.run_step(here, moved(inputs[rank], "cuda"), spec.apply_weights), "cpu")
+                different = steps.differences(got, want)
+                if different or here.overflowed:
+                    wrong.append(f"{mode} {spec}: {[text[:300] for text in different]} {here.overflowed}")
+    return wrong
+
+
+@needs_gpus(4)
+def test_two_hosts_of_gpus_equal_two_hosts_of_cpus() -> None:
+    """The hierarchical transport on NCCL: half of the ranks on either host."""
+    results = run_gpu_ranks(
+        run_beside_cpu, 4, draw_specs(4, 8, seed=4), "hierarchical", env={"NCCL_HOSTID": "host{half}"}
     )
     for rank, wrong in enumerate(results):
         assert not wrong, f"rank {rank}: {len(wrong)} wrong\n" + "\n".join(wrong[:5])
