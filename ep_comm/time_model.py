@@ -31,17 +31,21 @@ class Links:
     Attributes:
         local: to the other ranks of its host (NVLink). 384 is what a peer copy between two H200 reached.
         network: to other hosts. 45 is what is usually left of a 400 Gb/s adapter a GPU.
-        memory: of the GPU, while links are busy. 3400 was reached by the kernels on an H200, a plain copy reaches 3900.
+        memory: of the GPU. 3900 is what a plain copy reached on an H200.
+        unhidden: share of the lesser of link time and memory time that the symmetric kernels do not hide.
         dispatch_us, combine_us: a symmetric dispatch (plan included) and combine with hardly any tokens.
-        collective_us: one collective call with hardly any bytes, launch included.
+        collective_us: one collective call with hardly any bytes.
+        table_us: plan and tables of a dispatch on the collective paths, for each token.
     """
 
     local: float = 384.0
     network: float = 45.0
-    memory: float = 3400.0
+    memory: float = 3900.0
+    unhidden: float = 0.3
     dispatch_us: float = 22.0
     combine_us: float = 13.0
     collective_us: float = 25.0
+    table_us: float = 0.25
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -180,14 +184,14 @@ class _Traffic:
 
 
 def _symmetric(traffic: _Traffic, links: Links, direction: str) -> Prediction:
-    """One kernel sends, receives and expands (or sums) at the same time: the slowest resource decides."""
+    """One kernel sends, receives and expands (or sums) at the same time: the slowest resource decides, nearly."""
     sent = traffic.flat_local * traffic.wire_row
     # Tokens once, what arrives written by the peers and read again, expert rows once.
     memory = traffic.tokens * traffic.row + 2 * sent + traffic.expert_rows * traffic.delivered_row
     fixed = links.dispatch_us if direction == "dispatch" else links.combine_us
     terms = {"local": _us(sent, links.local), "memory": _us(memory, links.memory), "fixed": fixed}
-    slowest = max(terms["local"], terms["memory"])
-    return Prediction(fixed + slowest, sent, 0.0, memory, _largest(terms))
+    lesser, greater = sorted((terms["local"], terms["memory"]))
+    return Prediction(fixed + greater + links.unhidden * lesser, sent, 0.0, memory, _largest(terms))
 
 
 def _by_collectives(traffic: _Traffic, links: Links, direction: str, *, hierarchical: bool) -> Prediction:
@@ -217,7 +221,7 @@ def _by_collectives(traffic: _Traffic, links: Links, direction: str, *, hierarch
         "local": _us(local, links.local),
         "network": _us(network, links.network),
         "memory": _us(memory, links.memory),
-        "fixed": calls * links.collective_us,
+        "fixed": calls * links.collective_us + (direction == "dispatch") * links.table_us * traffic.tokens,
     }
     return Prediction(terms["fixed"] + wire + terms["memory"], local, network, memory, _largest(terms))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from ..distributed import Env
 from ..errors import EPError, PeerLostError
-from ..failure import failing_fast
+from ..failure import failing_fast, watch
 from .findings import Finding, ranges
 
 __all__ = ["StageError", "Stages"]
@@ -209,8 +210,14 @@ class Stages:
             rank, error = min(errors.items(), key=lambda item: "PeerLostError" in item[1])
             message = f"{self._stage}: rank {rank} failed with {error}; others waited for it: {doing or 'none'}"
             return Finding("stage-failed", message, tuple(sorted(errors)))
-        message = f"{self._stage}: no sign of rank {ranges(missing)} for {self.timeout:g} s; last seen: {doing}"
-        return Finding("no-answer", message, tuple(missing))
+        message = f"{self._stage}: no progress on rank {ranges(missing)} for {self.timeout:g} s"
+        watcher = watch()
+        # Where one rank is stopped or lost the others soon wait for it: tell them apart.
+        alive = watcher.find_silent() if watcher is not None else ""
+        if self._watched_store.check([f"{number}/verdict"]):
+            return None  # it ended while that was looked at
+        silent = _ranks_in(alive) or tuple(missing)
+        return Finding("no-answer", f"{message}{alive and f' ({alive})'}; last seen: {doing}", silent)
 
     def _at(self, number: int, rank: int) -> str:
         key = f"{number}/at/{rank}"
@@ -222,6 +229,13 @@ class Stages:
             print(f"ep-comm check: rank {self.env.rank} gives up in {self._stage}: {why}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
+
+
+def _ranks_in(text: str) -> tuple[int, ...]:
+    """The ranks named in ``"no sign of life from rank 2 on b, ranks 4, 5 on c"``."""
+    if not text.startswith("no sign of life"):
+        return ()
+    return tuple(sorted(int(rank) for some in re.findall(r"ranks? ([0-9, ]+) on ", text) for rank in some.split(",")))
 
 
 def _survivable(error: Exception) -> bool:

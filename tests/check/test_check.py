@@ -141,7 +141,9 @@ def test_failing_and_stuck_ranks_are_named_and_nothing_hangs(tmp_path: Path) -> 
     assert second == ["stage-failed", "second: rank 1 failed with ValueError: no such file", [1]]
     assert third == ["stage-failed", "third: rank 1 failed with ValueError: no such file", [1]]
     assert fourth[0] == "no-answer" and fourth[2] == [1]
-    assert fourth[1] == "fourth: no sign of rank 1 for 1 s; last seen: rank 1 in fourth"
+    assert fourth[1] == (
+        "fourth: no progress on rank 1 for 1 s (every rank is alive, but not in the same code: rank 1 on "
+    )
 
 
 def test_reasons_are_said_once() -> None:
