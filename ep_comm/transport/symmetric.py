@@ -48,6 +48,9 @@ class SharedWindow:
         self._mapping = symmetric_memory.rendezvous(memory, group.group_name)
         memory.zero_()
         self.layout = layout
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        """Of the latest operation."""
         self.window = ops.Window(
             peers=torch.tensor(list(self._mapping.buffer_ptrs), dtype=torch.int64, device=device),
             local=memory,
@@ -60,6 +63,20 @@ class SharedWindow:
         # A peer may write into the window as soon as it runs its first kernel: not before all are zeroed.
         torch.cuda.synchronize(device)
         dist.barrier(group)
+
+    def enter(self) -> ops.Window:
+        """The window, for an operation on the current stream: after all earlier ones, whatever stream they are on.
+
+        A graph cannot wait for work outside of it; where it is launched its stream has to.
+        """
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and stream != self._stream:
+            with torch.cuda.stream(self._stream):
+                earlier_captured = torch.cuda.is_current_stream_capturing()
+            if earlier_captured == torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self._stream)
+        self._stream = stream
+        return self.window
 
 
 _windows: WeakValueDictionary[str, SharedWindow] = WeakValueDictionary()
@@ -121,10 +138,6 @@ class SymmetricTransport(Transport):
         self._shared: SharedWindow | None = _shared_window(config, group, device)
         self._rank = rank
 
-    @property
-    def _window(self) -> ops.Window:
-        return self._shared.window
-
     def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
         return self._collective.exchange_counts(message, operation)
 
@@ -134,7 +147,7 @@ class SymmetricTransport(Transport):
             fault = torch.zeros(1 + FAULT_VALUES, dtype=torch.int32, device=request.header.device)
         tables = ops.plan(
             self._kernels,
-            self._window,
+            self._shared.enter(),
             torch.cat([request.header, fault]),
             request.topk_idx_TK,
             request.topk_weights_TK,
@@ -173,7 +186,7 @@ class SymmetricTransport(Transport):
         # The scalars of a route's first scatter were delivered by the plan, beside the rows' numbers.
         rows, weights_R, route.received = ops.scatter_rows(
             self._kernels,
-            self._window,
+            self._shared.enter(),
             rows_TH,
             route.plan.tables,
             route.sizing.rows,
@@ -198,7 +211,7 @@ class SymmetricTransport(Transport):
     ) -> tuple[Tensor, Tensor | None]:
         return ops.gather_sum(
             self._kernels,
-            self._window,
+            self._shared.enter(),
             rows_RH,
             route.plan.tables,
             route.received,
@@ -215,7 +228,7 @@ class SymmetricTransport(Transport):
         return payload + 4 * top_k * (int(scalars) + int(tables))
 
     def device_status(self) -> Tensor | None:
-        return self._window.state[3:6]
+        return self._shared.window.state[3:6]
 
     def raise_device_error(self, words: list[int]) -> None:
         operation, peer, _ = words
