@@ -26,6 +26,7 @@ class LazyDispatcher:
             ``max_tokens_per_rank`` that is the most tokens of any rank; later calls may have more in eager mode only.
         name: of the dispatcher in messages.
         opened: called with every dispatcher that is made.
+        dispatch: how to dispatch, ``Dispatcher.dispatch`` or :func:`ep_comm.operators.dispatch`.
     """
 
     def __init__(
@@ -36,26 +37,28 @@ class LazyDispatcher:
         *,
         name: str | None = None,
         opened: Callable[[Dispatcher], None] | None = None,
+        dispatch: Callable[[Dispatcher, Tensor, Tensor, Tensor], Dispatched] = Dispatcher.dispatch,
     ) -> None:
         self.group = group
         self.settings = {"num_experts": num_experts, **settings}
         self.name = name
         self.dispatcher: Dispatcher | None = None
         self._opened = opened
+        self._dispatch = dispatch
 
     def dispatch(self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
         """:meth:`ep_comm.Dispatcher.dispatch`. Combine with ``rows.handle.dispatcher``."""
         if self.dispatcher is None:
             self._open(tokens, topk_idx)
         try:
-            return self.dispatcher.dispatch(tokens, topk_idx, topk_weights)
+            return self._dispatch(self.dispatcher, tokens, topk_idx, topk_weights)
         except ArgumentError:
             # In eager mode all ranks raise together, so all of them get here.
             grows = self.dispatcher.config.mode == "eager" and "max_tokens_per_rank" not in self.settings
             if not grows or self._agreed_tokens(tokens) <= self.dispatcher.config.max_tokens_per_rank:
                 raise
         self._open(tokens, topk_idx)
-        return self.dispatcher.dispatch(tokens, topk_idx, topk_weights)
+        return self._dispatch(self.dispatcher, tokens, topk_idx, topk_weights)
 
     def _open(self, tokens: Tensor, topk_idx: Tensor) -> None:
         """Make the dispatcher, or a larger one in its place; handles of the old one stay good."""

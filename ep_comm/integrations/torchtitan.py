@@ -10,6 +10,9 @@ In torchtitan's MoE block, 2 ranks:
     combine           rows times scores, summed per token
 
 Without expert parallelism it does what torchtitan's own local dispatcher does.
+
+Dispatch and combine are operators of ``torch.library`` here, and importing this module adds them to those whose
+results torchtitan's selective activation checkpointing keeps: tokens that have arrived are not sent again.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import operators
 from ..config import EPConfig
 from ..dispatcher import DispatchHandle
 from ..errors import ConfigError
@@ -32,7 +37,21 @@ MIN_VERSION = "0.3.0"
 
 _HINT = f"pip install 'torchtitan>={MIN_VERSION}'"
 _config = require("torchtitan", MIN_VERSION, "torchtitan.config", hint=_HINT)
+_checkpointing = require("torchtitan", MIN_VERSION, "torchtitan.distributed.activation_checkpoint", hint=_HINT)
 _titan = require("torchtitan", MIN_VERSION, "torchtitan.models.common.token_dispatcher", hint=_HINT)
+
+
+def _keep_what_was_moved() -> None:
+    """Add the operators to the list of torchtitan, which names those of its own dispatchers and takes no others."""
+    theirs = _checkpointing.SelectiveAC.get_save_ops
+
+    def get_save_ops(self: Any) -> set[Any]:
+        return {*theirs(self), torch.ops.ep_comm.dispatch.default, torch.ops.ep_comm.combine.default}
+
+    _checkpointing.SelectiveAC.get_save_ops = get_save_ops
+
+
+_keep_what_was_moved()
 
 
 class EPCommTokenDispatcher(_titan.BaseEPTokenDispatcher):
@@ -67,7 +86,9 @@ class EPCommTokenDispatcher(_titan.BaseEPTokenDispatcher):
         """Take the expert-parallel group; called by ``wire_meshes``. Buffers are made by the first batch."""
         self._lazy = None
         if self.ep_mesh is not None:
-            self._lazy = LazyDispatcher(self.ep_mesh.get_group(), self.num_experts, self._settings)
+            self._lazy = LazyDispatcher(
+                self.ep_mesh.get_group(), self.num_experts, self._settings, dispatch=operators.dispatch
+            )
 
     def dispatch(
         self,

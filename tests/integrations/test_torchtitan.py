@@ -153,3 +153,53 @@ def one_step(dispatcher: Any, rank: int, ep_size: int) -> list[Tensor]:
     y = dispatcher.combine(output, metadata, x)
     (y * torch.randn(TOKENS, HIDDEN, generator=make)).sum().backward()
     return [y.detach(), x.grad, scores.grad, experts.grad]
+
+
+def test_selective_checkpointing_sends_nothing_again() -> None:
+    """torchtitan's SelectiveAC keeps what arrived; its full checkpointing sends the tokens again."""
+    forward = ["dispatch_forward", "combine_forward"]
+    backward = ["combine_backward", "dispatch_backward"]
+    for outcomes in run_ranks(checkpoint_blocks, 2):
+        (expected, moved), (selective, moved_selective), (full, moved_full) = outcomes
+        assert moved == moved_selective == forward + backward
+        assert moved_full == forward + forward + backward
+        for got in (selective, full):
+            for tensor, reference in zip(got, expected, strict=True):
+                assert torch.equal(tensor, reference)
+
+
+def checkpoint_blocks(rank: int, world_size: int) -> list[tuple[list[Tensor], list[str]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from ep_comm.directions import Channel
+
+    set_spmd_backend("default")
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",))
+    moved: list[str] = []
+    methods = {name: value for name, value in vars(Channel).items() if name.startswith(("dispatch_", "combine_"))}
+    outcomes = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dispatch_forward", "dispatch_backward", "combine_forward", "combine_backward"):
+            patch.setattr(Channel, name, lambda *args, n=name: (moved.append(n), methods[n](*args))[1])
+        for policy in (None, SelectiveAC, FullAC):
+            model = torch.nn.Module()
+            experts = block(EXPERTS // world_size, {})
+            model.layers = torch.nn.ModuleDict({"0": experts})
+            experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+            for index, parameter in enumerate(experts.parameters()):
+                make = torch.Generator().manual_seed(10 * rank + index)
+                parameter.data = torch.randn(parameter.shape, generator=make) / 4
+            if policy is SelectiveAC:
+                SelectiveAC(SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
+            elif policy is FullAC:
+                FullAC(FullAC.Config()).apply(model)
+            make = torch.Generator().manual_seed(rank)
+            x = torch.randn(1, TOKENS, HIDDEN, generator=make, requires_grad=True)
+            scores, ids = torch.rand(1, TOKENS, EXPERTS, generator=make).topk(TOP_K)
+            y = model.layers["0"](x, scores.requires_grad_(), ids, torch.bincount(ids.flatten(), minlength=EXPERTS))
+            (y * torch.randn(y.shape, generator=make)).sum().backward()
+            outcomes.append(([y.detach(), x.grad, scores.grad, *(p.grad for p in model.parameters())], moved[:]))
+            moved.clear()
+    return outcomes
