@@ -139,7 +139,8 @@ class Watcher:
         else:
             self.heard()
         self._commands.put(None)
-        self._thread.join(_ANSWER_SECONDS)
+        if not self.lost:
+            self._thread.join(_ANSWER_SECONDS)
 
     def _ask(self, command: Callable[[], Any], seconds: float = _ANSWER_SECONDS) -> None:
         """Run a command on the thread and wait for it."""

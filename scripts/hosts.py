@@ -326,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(action, help=f"run a command on every rank: {text}")
         one.add_argument("-n", type=int, required=True, dest="ranks", help="ranks of the whole job")
         one.add_argument("--hosts", type=int, default=2, help="hosts to make, where --name does not name a run")
-        one.add_argument("--name", help="use the hosts of this run")
+        one.add_argument("--name", help="use the hosts of this run; if there are none, make them under this name")
         one.add_argument("command", nargs="+")
     for action in ("slow", "cut", "mend", "kill", "exec"):
         one = commands.add_parser(action)
@@ -360,9 +360,9 @@ def _act(options: argparse.Namespace) -> int:
         hosts.up()
         print(hosts.name)
     elif options.action in ("mpirun", "torchrun", "run"):
-        if options.name is not None:
+        if options.name in runs():
             return _launch(options, Hosts.find(options.name))
-        with Hosts(options.hosts) as hosts:
+        with Hosts(options.hosts, options.name) as hosts:
             return _launch(options, hosts)
     elif options.action == "slow":
         print(Hosts.find(options.name).slow(options.host, options.rate, options.delay))

@@ -12,6 +12,7 @@ files. Exit status 0 if nothing of that happened.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -38,7 +39,7 @@ TRAIN = (
 ).split()
 # A cache that is meant to stay, and the logs of torchrun.
 PYTORCHS_OWN = ("torchinductor_", "torchelastic_")
-PASSED_ON = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "TMPDIR", MARK)
+PASSED_ON = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TMPDIR", MARK)
 
 
 def launchers() -> dict[str, str]:
@@ -78,6 +79,9 @@ def _wait(command: list[str], environment: dict[str, str], timeout: float) -> tu
             status: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:
             status = None
+            for pid in marked(environment[MARK]):
+                _send(pid, signal.SIGABRT)  # Python writes where every thread stands
+            time.sleep(1.0)
             process.kill()
             process.wait()
         output.seek(0)
@@ -100,7 +104,7 @@ class Count:
         with tempfile.TemporaryDirectory(prefix="soak_") as folder:
             environment = {
                 **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "TMPDIR": folder, MARK: mark,
+                "PYTHONFAULTHANDLER": "1", "TMPDIR": folder, MARK: mark,
             }  # fmt: skip
             status, output, spaces = run_once(launcher, environment, timeout)
             pids = left_behind(mark)
@@ -140,11 +144,13 @@ def left_behind(mark: str, seconds: float = 5.0) -> list[int]:
     while (pids := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _send(pid, signal.SIGKILL)
     return pids
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def main() -> int:
@@ -161,6 +167,7 @@ def main() -> int:
     chosen = [name for name, reason in reasons.items() if not reason and options.launcher in ("all", name)]
     if not chosen:
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that hosts are removed
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     count = Count()
     for number, launcher in zip(range(1, options.runs + 1), itertools.cycle(chosen), strict=False):
