@@ -54,7 +54,7 @@ def bench(
     hidden: Annotated[OptStr, _option("--hidden", "Elements of a row.", _SHAPES, show_default=_PRESET)] = None,
     experts: Annotated[OptStr, _option("--experts", "Experts over all ranks.", _SHAPES, show_default=_PRESET)] = None,
     top_k: Annotated[OptInt, _option("--top-k", "Experts of a token.", _SHAPES, show_default=_PRESET)] = None,
-    routing: Annotated[OptStr, _option("--routing", "uniform, skewed or both.", _SHAPES, show_default=_PRESET)] = None,
+    routing: Annotated[OptStr, _option("--routing", "uniform, skewed.", _SHAPES, show_default=_PRESET)] = None,
     skew: Annotated[float, _option("--skew", "Exponent of skewed routing's Zipf law.", _SHAPES)] = 1.0,
     dtype: Annotated[
         OptStr, _option("--dtype", "Rows that are copied: bf16, mxfp8, mxfp8-kept.", _WHAT, show_default=_PRESET)

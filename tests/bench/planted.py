@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_comm.bench.contenders.base import Place, Plan, Session
 from ep_comm.bench.contenders.torch_alltoall import TorchAllToAll, _TorchSession
@@ -22,22 +24,43 @@ class Swapped(TorchAllToAll):
 
 
 class _SwappedSession(_TorchSession):
+    right_calls = 0
+
     def operation(self, direction: str, item: Item) -> Callable[[], tuple[Any, torch.Tensor | None]]:
         call = super().operation(direction, item)
+        calls = 0
 
         def swap() -> tuple[Any, torch.Tensor | None]:
+            nonlocal calls
+            calls += 1
             rows, weights = call()
-            if self._place.rank == 1:
+            if self._place.rank == 1 and calls > self.right_calls:
                 rows[[0, 1]] = rows[[1, 0]]
             return rows, weights
 
         return swap
 
 
+class Late(Swapped):
+    """The same, but the first call of each operation is right."""
+
+    name = "late"
+
+    def open(self, plan: Plan) -> Session:
+        session = _SwappedSession(plan, self.place)
+        session.right_calls = 1
+        return session
+
+
 class Failing(TorchAllToAll):
     """Raises on rank 1 when everybody else is waiting for it in an all-to-all."""
 
     name = "failing"
+
+    def start(self, place: Place) -> None:
+        super().start(place)
+        # gloo ends a wait for a lost rank only by its timeout: a test need not last as long.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), place.group)
 
     def open(self, plan: Plan) -> Session:
         return _FailingSession(plan, self.place)
