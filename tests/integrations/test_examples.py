@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness import run_ranks
+from tests.integrations.test_megatron import needs_megatron
 from tests.integrations.test_transformers import pytestmark as needs_transformers
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,6 +49,15 @@ def test_transformers_example() -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 2 and losses[1] < losses[0]
     assert re.search(r"layers.1.mlp.experts: \d+ rows at the start", printed)
+
+
+@needs_megatron
+def test_megatron_example() -> None:
+    script = str(REPO / "scripts" / "examples" / "megatron_train.py")
+    printed = run_ranks(run_script, 2, script, ["--steps", "10", "--static"], fresh=True)[0]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert re.search(r"decoder.layers.1.mlp: \d+ rows at the start", printed)
 
 
 def test_nothing_of_a_framework_is_imported() -> None:

@@ -15,7 +15,8 @@ from tests.integrations.megatron_models import BATCH, EXPERTS, HIDDEN, SEQUENCE
 from tests.integrations.test_transformers import decibels
 
 _WHY = models.missing()
-pytestmark = [pytest.mark.skipif(bool(_WHY), reason=_WHY), pytest.mark.filterwarnings("ignore")]
+needs_megatron = pytest.mark.skipif(bool(_WHY), reason=_WHY)
+pytestmark = [needs_megatron, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = SEQUENCE * BATCH
 STATIC = {"mode": "static", "seq_length": SEQUENCE, "micro_batch_size": BATCH, "capacity_factor": 2.0}
