@@ -25,7 +25,7 @@ from ..errors import EPError, PeerLostError
 from ..failure import failing_fast, watch
 from .findings import Finding, ranges
 
-__all__ = ["StageError", "Stages"]
+__all__ = ["StageError", "Stages", "ranks_in"]
 
 _runs = itertools.count()
 _POLL_SECONDS = 0.01
@@ -216,7 +216,7 @@ class Stages:
         alive = watcher.find_silent() if watcher is not None else ""
         if self._watched_store.check([f"{number}/verdict"]):
             return None  # it ended while that was looked at
-        silent = _ranks_in(alive) or tuple(missing)
+        silent = ranks_in(alive) or tuple(missing)
         return Finding("no-answer", f"{message}{alive and f' ({alive})'}; last seen: {doing}", silent)
 
     def _at(self, number: int, rank: int) -> str:
@@ -231,7 +231,7 @@ class Stages:
         os._exit(1)
 
 
-def _ranks_in(text: str) -> tuple[int, ...]:
+def ranks_in(text: str) -> tuple[int, ...]:
     """The ranks named in ``"no sign of life from rank 2 on b, ranks 4, 5 on c"``."""
     if not text.startswith("no sign of life"):
         return ()

@@ -21,9 +21,10 @@ from ep_comm import Dispatcher, init_distributed
 from ep_comm.check import CheckOptions, run_check
 from ep_comm.check.correctness import Case, open_transports, run_case, shorten_reason
 from ep_comm.check.findings import KINDS
-from ep_comm.check.stages import StageError, Stages
+from ep_comm.check.stages import StageError, Stages, ranks_in
+from ep_comm.cli.main import run
+from ep_comm.time_model import Links, markdown_table
 from tests.harness import Died, run_ranks
-from tests.train.tiny import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {
@@ -141,9 +142,13 @@ def test_failing_and_stuck_ranks_are_named_and_nothing_hangs(tmp_path: Path) -> 
     assert second == ["stage-failed", "second: rank 1 failed with ValueError: no such file", [1]]
     assert third == ["stage-failed", "third: rank 1 failed with ValueError: no such file", [1]]
     assert fourth[0] == "no-answer" and fourth[2] == [1]
-    assert fourth[1] == (
-        "fourth: no progress on rank 1 for 1 s (every rank is alive, but not in the same code: rank 1 on "
-    )
+    assert fourth[1].startswith("fourth: no progress on rank 1 for 1 s (every rank is alive, but not in the same code:")
+    assert fourth[1].endswith("in fourth); last seen: rank 1 in fourth")
+
+
+def test_silent_ranks_are_told_from_those_that_wait() -> None:
+    assert ranks_in("no sign of life from rank 2 on b, ranks 4, 5 on node-17") == (2, 4, 5)
+    assert ranks_in("every rank is alive; one is slow") == ()
 
 
 def test_reasons_are_said_once() -> None:
@@ -154,10 +159,26 @@ def test_reasons_are_said_once() -> None:
 # ---- the program ----------------------------------------------------------------------------------------
 
 
-def test_program_starts_its_own_ranks() -> None:
-    done = run_program("check", "--ranks", 2, "--quick", "--seconds", 1, "--device", "cpu", "--json", "-")
+def test_program_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_comm"]
+    launcher = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_")
+    env = {name: value for name, value in os.environ.items() if not launcher.match(name)}
+    done = subprocess.run(
+        [sys.executable, *torchrun, "check", "--quick", "--seconds", "1", "--device", "cpu", "--json", str(path)],
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout)
+    assert "ep-comm check: 2 ranks over gloo on cpu, started by torchrun" in done.stdout
+    assert done.stdout.count("Correctness, bit for bit against a reference") == 1
+    assert "OK: expert parallelism works on 2 ranks of 1 host" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("written to")]
+    assert max(map(len, lines)) <= 80
+
+    result = json.loads(path.read_text())
     assert set(result) == FIELDS
     assert (result["verdict"], result["ranks"], result["backend"], result["auto"]) == ("ok", 2, "gloo", "collective")
     assert result["hosts"][0]["ranks"] == [0, 1]
@@ -170,7 +191,7 @@ def test_program_starts_its_own_ranks() -> None:
     (replay,) = result["replay"]
     assert replay["steps"] == 5 and replay["replays"] >= 1 and replay["wrong"] == {}
     (pair,) = result["pairs"]
-    assert (pair["a"], pair["b"], pair["intact"]) == (0, 1, True)
+    assert (pair["a"], pair["b"], pair["intact"], pair["path"]) == (0, 1, True, "messages")
     assert pair["latency_us"] > 0 and pair["gb_per_s"] > 0
     assert [link["name"] for link in result["links"]] == ["inside a host"]
     assert [(each["transport"], each["wire"]) for each in result["speed"]] == [
@@ -179,22 +200,19 @@ def test_program_starts_its_own_ranks() -> None:
     ]
 
 
-def test_program_under_torchrun() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ep_comm"]
-    launcher = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|OMPI_|PMI|SLURM_|TORCHELASTIC_")
-    env = {name: value for name, value in os.environ.items() if not launcher.match(name)}
-    done = subprocess.run(
-        [sys.executable, *torchrun, "check", "--quick", "--seconds", "1", "--device", "cpu"],
-        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ep-comm check: 2 ranks over gloo on cpu, started by torchrun" in done.stdout
-    assert done.stdout.count("Correctness, bit for bit against a reference") == 1
-    assert "OK: expert parallelism works on 2 ranks of 1 host" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+def test_program_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("ep_comm.launch.launch_ranks", lambda ranks, argv: started.append((ranks, argv)) or 0)
+    monkeypatch.setattr(sys, "argv", ["ep-comm", "check", "--ranks", "3"])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(["check", "--ranks", "3"]) == 0
+    assert started == [(3, ["check", "--ranks", "3"])]
+
+
+def test_expected_times_need_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "--model", "--network-speed", "22"]) == 0
+    assert capsys.readouterr().out.strip() == markdown_table(Links(network=22.0))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +226,5 @@ def test_program_under_torchrun() -> None:
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from ep_comm.cli.main import run
-
     assert run(["check", *options]) == 2
     assert message in capsys.readouterr().err
