@@ -123,6 +123,14 @@ def test_captured_training_over_the_network() -> None:
     assert len(set(results)) == 1 and results[0][1] >= 1 and results[0][2] >= 15, results
 
 
+@needs_gpus(4)
+def test_captured_training_on_two_hosts() -> None:
+    """Both hops of the hierarchical transport inside the graph."""
+    env = {"NCCL_HOSTID": "host{half}"}
+    results = run_gpu_ranks(compare, 4, 40, "hierarchical", True, "every_step", env=env)
+    assert len(set(results)) == 1 and results[0][1] >= 1 and results[0][2] >= 15, results
+
+
 @needs_gpus(1)
 def test_captured_training_on_one_gpu() -> None:
     ((replays, captures, launches),) = run_gpu_ranks(compare, 1, 40, "auto", True, "deferred")
