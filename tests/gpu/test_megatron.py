@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, capture: str, settings: dict[str, Any]) ->
     with models.parallel_state(world_size):
         layer = models.make_layer(models.make_config(num_moe_experts=world_size)).cuda()
         megatron.use(layer, **settings)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True, capturable=True)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.05, fused=True)
 
         def step(x: Tensor) -> Tensor:
             y, _ = layer(x)
