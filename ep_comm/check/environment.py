@@ -232,7 +232,7 @@ def _cupy_version() -> str | None:
 def _mpi_version() -> str | None:
     """The MPI library where it has been loaded already: loading it here would start it."""
     if "mpi4py.MPI" in sys.modules:
-        return sys.modules["mpi4py.MPI"].Get_library_version().split("\x00")[0].splitlines()[0].strip().rstrip(",")
+        return sys.modules["mpi4py.MPI"].Get_library_version().split("\x00")[0].splitlines()[0].split(",")[0].strip()
     if find_spec("mpi4py") is None:
         return None
     return f"mpi4py {metadata.version('mpi4py')}" + ("" if shutil.which("mpirun") else ", no mpirun on PATH")

@@ -309,8 +309,14 @@ class _Check:
             return
         print_report(self.console, result)
         if self.options.json is not None:
-            self.options.json.write_text(json.dumps(result.to_dict(__version__), indent=1) + "\n", encoding="utf-8")
-            self.console.print(f"written to {self.options.json}")
+            try:
+                text = json.dumps(result.to_dict(__version__), indent=1) + "\n"
+                self.options.json.write_text(text, encoding="utf-8")
+                self.console.print(f"written to {self.options.json}")
+            except OSError as error:
+                # The others wait for this rank's verdict, so it must not leave with an exception.
+                result.complete = False
+                self.console.print(f"[bold red]could not write[/] {self.options.json}: {error}")
 
 
 def _starter(env: Env) -> str:

@@ -88,7 +88,8 @@ def test_mxfp8_image() -> None:
     make = torch.Generator().manual_seed(0)
     rows = torch.randn(64, 64, generator=make) * torch.logspace(-30, 30, 64).unsqueeze(1)
     rows[0] = 0.0
-    rows[1, :32] = 448.0  # the largest element at scale 1, and just above it
-    rows[2, 0] = 449.0
+    rows[1:3, :32] = 2.0**-9  # the smallest element at scale 1, lost at scale 2
+    rows[1, 0], rows[2, 0] = 448.0, 450.0  # the largest at scale 1, and above it
     rows = rows.bfloat16()
+    assert mxfp8_image(rows)[1:3, 1].tolist() == [2.0**-9, 0.0]
     assert torch.equal(mxfp8_image(rows), dequantize_mxfp8(quantize_mxfp8(rows)))
