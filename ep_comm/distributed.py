@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
 from .failure import stop_watching, watch
+from .launch import end_with_launcher
 from .launchers import LaunchInfo, detect_launcher
 
 __all__ = ["Env", "first_failure", "init_distributed", "shutdown"]
@@ -119,6 +120,8 @@ def init_distributed(
         atexit.register(shutdown)
     _Owned.env, _Owned.store, _Owned.hosts_store = env, store, hosts_store
     watch()
+    if env.world_size > 1 and env.launcher in ("torchrun", "openmpi", "mpich"):
+        end_with_launcher()
     return env
 
 

@@ -9,15 +9,18 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["end_with_parent", "launch_ranks", "usable_cores"]
+__all__ = ["end_with_launcher", "end_with_parent", "launch_ranks", "usable_cores"]
 
 _PARENT = "EP_COMM_LAUNCHER_PID"
+_LAUNCHER_THREAD = "ep_comm launcher"
 
 
 def usable_cores() -> int:
@@ -89,6 +92,27 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):
         sys.exit(128 + signal.SIGTERM)  # the launcher was gone before the request was made
+
+
+def end_with_launcher() -> None:
+    """Let this rank end once the process that started it is gone.
+
+    Open MPI leaves the ranks of its own host running when it gives up because it has lost another host; they would
+    wait for the others until the process group's timeout. A thread looks once a second; a signal on the parent's death
+    would depend on which of the parent's threads started this process.
+    """
+    if any(thread.name == _LAUNCHER_THREAD for thread in threading.enumerate()):
+        return
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        with contextlib.suppress(OSError):
+            print("ep_comm: the launcher of this rank is gone, so it ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=look, name=_LAUNCHER_THREAD, daemon=True).start()
 
 
 def _exit_status(error: Exception) -> int:

@@ -244,3 +244,42 @@ def test_a_runner_ends_its_peers_and_undoes_the_step(fault: str, type_there: str
     assert here.type == "PeerLostError" and seconds < SOON
     assert here.message.startswith(f"rank 1 (host {HOST}) failed in step 1: {words}")
     assert state == state_there == [True, 1]
+
+
+ORPHAN = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+LAUNCHED = """
+import time, ep_comm
+ep_comm.init_distributed(timeout=50)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_ends_when_its_launcher_does() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "x"}
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-c", ORPHAN, LAUNCHED],
+            env=environment(RANK=str(rank), **place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    pids = []
+    for launcher in launchers:
+        assert launcher.stdout is not None
+        pids.append(int(launcher.stdout.readline()))
+        assert launcher.stdout.readline() == "ready\n"
+    launchers[1].kill()
+    assert launchers[1].communicate(timeout=SOON)[0] == ""  # the pipe closes when the rank has ended
+    os.kill(pids[0], 0)
+    launchers[0].kill()
+    launchers[0].communicate(timeout=SOON)

@@ -186,7 +186,7 @@ def test_training_goes_on_after_a_killed_host_as_if_nothing_had_happened(
         wait_until(lambda: (saved / "latest").exists() or first.poll() is not None)
         hosts.kill(2)
         output, _ = first.communicate(timeout=90)
-    assert first.returncode != 0, output
+    assert hosts.host(2) in output, output  # Open MPI 5.0 names the host, but ends with status 0
     wait_until(lambda: not hosts.pids(1), 20)
     assert (saved / "latest").read_text() < f"step_{STEPS:06d}", "the fault came too late to mean anything"
 
