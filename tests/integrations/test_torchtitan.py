@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
 from typing import Any
 
 import pytest
@@ -10,23 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.harness import run_ranks
+from tests.integrations import titan
+from tests.integrations.test_examples import REPO, run_script
 
-
-def _missing() -> str:
-    if importlib.util.find_spec("torchtitan") is None:
-        return "needs torchtitan >= 0.3.0: pip install 'torchtitan>=0.3.0'"
-    try:
-        import ep_comm.integrations.torchtitan  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
-_WHY = _missing()
+_WHY = titan.missing()
 pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 6, 2, 16, 9
-
 
 FACTORY = "ep_comm.integrations.torchtitan.token_dispatcher"
 
@@ -73,7 +63,7 @@ def test_mistakes_are_named() -> None:
 
 def test_routed_experts_give_what_they_give_with_their_dispatcher() -> None:
     """torchtitan's own block, whose experts compute in BF16: to a few units in the last place of BF16."""
-    for theirs, *ours in run_ranks(run_blocks, 2):
+    for theirs, *ours in run_ranks(run_blocks, 2, timeout=150):
         for got in ours:
             for tensor, expected in zip(got, theirs, strict=True):
                 torch.testing.assert_close(tensor, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
@@ -203,3 +193,16 @@ def checkpoint_blocks(rank: int, world_size: int) -> list[tuple[list[Tensor], li
             outcomes.append(([y.detach(), x.grad, scores.grad, *(p.grad for p in model.parameters())], moved[:]))
             moved.clear()
     return outcomes
+
+
+def test_example() -> None:
+    script = str(REPO / "scripts" / "examples" / "torchtitan_experts.py")
+    printed = run_ranks(run_example, 2, script, fresh=True, timeout=150)[0]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert "tokens moved by ep_comm, collective transport" in printed
+
+
+def run_example(rank: int, world_size: int, script: str) -> str:
+    """On a rank that has imported this module, and with it what makes torchtitan work without Triton."""
+    return run_script(rank, world_size, script, ["--steps", "20"])
