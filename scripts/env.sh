@@ -135,6 +135,13 @@ ep_share_base_packages() {
         >"$target/ep_comm_base.pth"
 }
 
+# torchtitan and what its MoE layers import. Its other dependencies are larger than all the rest together.
+ep_add_torchtitan() {
+    "$EP_VENV/bin/python" -m pip install --no-cache-dir --disable-pip-version-check --no-input --no-deps \
+        torchtitan==0.3.0 tyro docstring_parser typeguard spmd_types >"$EP_VENV/torchtitan.log" 2>&1 ||
+        ep_say "torchtitan could not be installed (it needs Python 3.11); its tests will skip"
+}
+
 ep_fill_venv() {
     local extra=plot start=$SECONDS
     [ "$1" = dev ] && extra=dev
@@ -156,6 +163,7 @@ torch
         ep_pip -e "$EP_ROOT[$extra]"
         ;;
     esac
+    [ "$1" != dev ] || ep_add_torchtitan
     ep_stamp >"$EP_VENV/.ep_comm-$1"
     ep_say "installed in $((SECONDS - start)) s"
 }

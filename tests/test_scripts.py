@@ -113,7 +113,7 @@ def test_a_failed_installation_says_what_to_do_and_is_resumed(checkout: Path, tm
     )
     fake = (
         'case "$*" in "- dev") echo torch ;; "-m venv "*) mkdir "$3/bin"; '
-        f"printf '{venv_python}' >\"$3/bin/python\"; chmod +x \"$3/bin/python\" ;; esac"
+        f'printf \'{venv_python}\' >"$3/bin/python"; chmod +x "$3/bin/python" ;; esac'
     )
     path = _path_with(tmp_path / "bin", python3=fake)
     (tmp_path / "bin" / "chmod").symlink_to(str(shutil.which("chmod")))
@@ -129,12 +129,12 @@ def test_a_failed_installation_says_what_to_do_and_is_resumed(checkout: Path, tm
     assert second.stdout.splitlines()[-1] == "ran pytest"
     assert "making .venv" not in second.stdout
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 3  # torch that failed, torch, the project
+    assert len(calls) == 4  # torch that failed, torch, the project, torchtitan
     assert f"-e {checkout}[dev]" in calls[2]
 
     third = _run(script, cwd=tmp_path, PATH=path)
     assert third.returncode == 0 and "installing" not in third.stdout
-    assert len((tmp_path / "calls").read_text().splitlines()) == 3
+    assert len((tmp_path / "calls").read_text().splitlines()) == 4
 
     (checkout / "constraints.txt").write_text("torch==2.99.0\n")
     assert "installing torch" in _run(script, cwd=tmp_path, PATH=path).stdout
