@@ -158,10 +158,8 @@ class EPTokenDispatcher(_dispatchers.MoETokenDispatcher):
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, rows of each local expert (int64 ``[L]``, padding included) and weights, as the experts want them."""
-        # Where a static buffer overflows, segments end behind it: the attempt is discarded, but must not fail.
-        offsets_L1 = self._rows.expert_offsets.clamp(max=hidden_states.shape[0])
         probs = probs.to(self.probs_dtype)
-        counts_L = offsets_L1.diff()
+        counts_L = self._rows.expert_offsets.diff()
         if self.settings.device_counts:
             return hidden_states, counts_L, probs
         counts_L = counts_L.cpu()
