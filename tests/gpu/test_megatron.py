@@ -25,7 +25,8 @@ def compare(rank: int, world_size: int, transport: str) -> int:
     """Outputs and all gradients of one layer, with Megatron's dispatcher and with ep_comm in both modes."""
     from ep_comm.integrations import megatron
 
-    modes = [{}, {"mode": "static", "max_tokens_per_rank": models.SEQUENCE * models.BATCH, "capacity_factor": 2.0}]
+    tokens = models.SEQUENCE * models.BATCH
+    modes = [{}, {"mode": "static", "max_tokens_per_rank": tokens, "capacity_factor": float(world_size)}]
     compared = 0
     for dtype, (changes, tolerance) in DTYPES.items():
         for settings in modes:
