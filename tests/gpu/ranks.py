@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from ep_comm.cuda.kernels import CudaKernels
+from ep_comm.cuda.kernels import cuda_kernels
 from ep_comm.cuda.ops import Window
 from ep_comm.cuda.window import STATE_WORDS, WindowLayout
 
@@ -24,7 +24,8 @@ class EmulatedRanks:
 
     def __init__(self, layout: WindowLayout, *, timeout_ns: int = 20 * 10**9) -> None:
         self.device = torch.device("cuda", 0)
-        self.kernels = CudaKernels(self.device)
+        # The process's own, which are never unloaded: that would wait for a kernel that waits for another rank's.
+        self.kernels = cuda_kernels(self.device)
         self.num_sms = max(1, self.kernels.num_sms // layout.ep_size // 2)
         ranks = range(layout.ep_size)
         self.streams = [torch.cuda.Stream(self.device) for _ in ranks]

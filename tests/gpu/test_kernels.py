@@ -22,7 +22,7 @@ pytestmark = [
 
 if torch.cuda.is_available():
     from ep_comm.cuda import ops, row_ops
-    from ep_comm.cuda.kernels import CudaKernels, cuda_kernels_problem
+    from ep_comm.cuda.kernels import cuda_kernels, cuda_kernels_problem
     from ep_comm.cuda.window import WindowLayout
 
     from .ranks import EmulatedRanks
@@ -368,7 +368,7 @@ HARD = [0.0, -0.0, 1.0, 448.0, 465.0, 1e-40, -3e38, float("inf"), float("nan"), 
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 @pytest.mark.parametrize("hidden", [32, 96, 2880, 7168])
 def test_codec(dtype: torch.dtype, rounding: str, hidden: int) -> None:
-    kernels = CudaKernels(torch.device("cuda", 0))
+    kernels = cuda_kernels(torch.device("cuda", 0))
     generator = torch.Generator().manual_seed(hidden)
     x = torch.randn(70, hidden, generator=generator) * torch.exp2(
         torch.randint(-60, 60, (70, hidden // 32), generator=generator).float()
@@ -395,7 +395,7 @@ def test_codec(dtype: torch.dtype, rounding: str, hidden: int) -> None:
 
 
 def test_codec_decodes_every_byte_and_scale() -> None:
-    kernels = CudaKernels(torch.device("cuda", 0))
+    kernels = cuda_kernels(torch.device("cuda", 0))
     elements = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 16)
     wire = torch.cat([elements, scales], 1)
@@ -408,7 +408,7 @@ def test_codec_decodes_every_byte_and_scale() -> None:
 @pytest.mark.parametrize("hidden", [1, 5, 96, 256, 257, 512, 2880, 4096, 7168])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_weighted_backward(hidden: int, dtype: torch.dtype) -> None:
-    kernels = CudaKernels(torch.device("cuda", 0))
+    kernels = cuda_kernels(torch.device("cuda", 0))
     y, grad = (torch.randn(37, hidden, device="cuda").to(dtype) for _ in range(2))
     y[3] = -0.0
     weights = torch.rand(37, device="cuda")
