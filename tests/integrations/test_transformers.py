@@ -69,7 +69,7 @@ def test_training_gives_what_one_process_gives(name: str, layout: str, saved: An
     expected = hf_models.reference(path, batches)
     # A budget of the worst case: in static mode unused rows are then certain, and nothing overflows.
     fields = {"ep_comm": {}, "ep_comm_static": {"capacity_factor": 4.0}, "all_to_all": {}}
-    for results in zip(*run_ranks(train_with_each, 2, path, layout, fields), strict=True):
+    for results in zip(*run_ranks(train_with_each, 2, path, layout, fields, timeout=150), strict=True):
         check(list(results), expected)
 
 
