@@ -35,7 +35,7 @@ __all__ = ["EPCommTokenDispatcher", "token_dispatcher"]
 MIN_VERSION = "0.3.0"
 """The first release whose dispatchers take tokens as ``[T, D]`` and whose configurations can be overridden."""
 
-_HINT = f"pip install 'torchtitan>={MIN_VERSION}'"
+_HINT = "pip install 'ep-comm[torchtitan]'"
 _config = require("torchtitan", MIN_VERSION, "torchtitan.config", hint=_HINT)
 _checkpointing = require("torchtitan", MIN_VERSION, "torchtitan.distributed.activation_checkpoint", hint=_HINT)
 _titan = require("torchtitan", MIN_VERSION, "torchtitan.models.common.token_dispatcher", hint=_HINT)
