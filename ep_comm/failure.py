@@ -62,6 +62,7 @@ class _State:
     scopes: list[_Scope] = field(default_factory=list)
     position: object = None
     moved: float = 0.0
+    unusable: dist.Store | None = None
     broken_at: float | None = None
 
 
@@ -132,10 +133,13 @@ def watch() -> Watcher | None:
         return watcher
     if watcher is not None:
         stop_watching()
+    if store is _state.unusable:
+        return None
     try:
         _state.watcher = Watcher(store, dist.get_rank(), dist.get_world_size(), _notice)
     except (RuntimeError, NotImplementedError) as error:
         log.debug("failures of other ranks are not seen at once: %s", error)
+        _state.unusable = store
         return None
     _state.broken_at = None
     atexit.register(stop_watching)
