@@ -14,7 +14,16 @@ from torch.nn.functional import embedding_bag
 from . import devices
 from .cuda.kernels import cuda_kernels
 
-__all__ = ["SumTable", "invert_table", "row_dot", "scale_rows", "sum_rows", "take_rows", "weighted_backward"]
+__all__ = [
+    "SumTable",
+    "count_along",
+    "invert_table",
+    "row_dot",
+    "scale_rows",
+    "sum_rows",
+    "take_rows",
+    "weighted_backward",
+]
 
 # Scratch of one chunk stays in a core's cache; on CPUs fresh memory costs more than the arithmetic.
 _CHUNK_BYTES = 1 << 20
@@ -52,6 +61,12 @@ class SumTable:
         return cls(entries[:size], torch.cat([starts, end]), num_items)
 
 
+def count_along(needs_TD: Tensor) -> Tensor:
+    """int64 ``[T, D]``: how many of the items up to and including this one go to the destination."""
+    # Along adjacent elements: a GPU sums along the outer dimension one item after the other.
+    return needs_TD.t().contiguous().long().cumsum(1).t()
+
+
 def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH: Tensor) -> None:
     """``out[n] = round(sum over the entries r of item n, in order, of (weights[r] *) rows[r])``.
 
@@ -64,7 +79,7 @@ def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH:
         out_NH: ``[N, H]``, overwritten.
     """
     kernels = cuda_kernels(rows_RH.device)
-    if kernels is not None and rows_RH.stride(1) == 1 and out_NH.dtype in (rows_RH.dtype, torch.float32):
+    if kernels is not None and rows_RH.stride(1) == 1:
         from .cuda import row_ops
 
         if table.num_items:

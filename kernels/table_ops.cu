@@ -1,15 +1,16 @@
 // Whole rows by a table, without any other rank: copies to where the table says, and FP32 sums of the rows that it
 // lists. What the collective transport does before and after its all-to-all.
 //
-// Options: VEC_BYTES (take_rows), DTYPE, OUT_FP32 (sum_rows), WARPS.
+// Options: VEC_BYTES (take_rows), DTYPE and OUT_DTYPE (sum_rows: of the rows and of the sums), WARPS.
 #include "mxfp8.cuh"
 
 #ifndef WARPS
 #define WARPS 8
 #endif
-#ifndef OUT_FP32
-#define OUT_FP32 0
+#ifndef OUT_DTYPE
+#define OUT_DTYPE DTYPE
 #endif
+#define OUT_BYTES (OUT_DTYPE == 0 ? 4 : 2)
 #define THREADS (WARPS * 32)
 #define AHEAD 4  // rows of an item whose loads are in flight together
 
@@ -43,19 +44,25 @@ __device__ __forceinline__ void load_some(const u8* row, int h, int H, bool wide
         if (h + i < H) f[i] = DTYPE == 0 ? ((const float*)row)[h + i] : half_to_float(((const u16*)row)[h + i]);
     }
 }
+__device__ __forceinline__ u32 out_pair(float low, float high) {
+    u32 pair;
+    if (OUT_DTYPE == 1) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 __device__ __forceinline__ void store_some(u8* row, int h, int H, bool wide, const float* f) {
-    if (OUT_FP32 && DTYPE != 0) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (h + i < H) ((float*)row)[h + i] = f[i];
+    u8* at = row + (i64)h * OUT_BYTES;
+    if (wide && OUT_DTYPE == 0) {
+        ((float4*)at)[0] = make_float4(f[0], f[1], f[2], f[3]);
+        ((float4*)at)[1] = make_float4(f[4], f[5], f[6], f[7]);
     } else if (wide) {
-        store_8_items(row + (i64)h * ITEM_BYTES, pack_8(f));
+        *(uint4*)at = make_uint4(out_pair(f[0], f[1]), out_pair(f[2], f[3]), out_pair(f[4], f[5]), out_pair(f[6], f[7]));
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             if (h + i < H) {
-                if (DTYPE == 0) ((float*)row)[h + i] = f[i];
-                else ((u16*)row)[h + i] = (u16)to_half_pair(f[i], 0.0f);
+                if (OUT_DTYPE == 0) ((float*)at)[i] = f[i];
+                else ((u16*)at)[i] = (u16)out_pair(f[i], 0.0f);
             }
     }
 }
@@ -66,15 +73,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict__ entries,
          const i64* __restrict__ starts, const float* __restrict__ weights_R, u8* __restrict__ out_NH, i64 out_stride,
          i64 N, int H, int segments) {
-    const int out_item = OUT_FP32 ? 4 : ITEM_BYTES;
     bool wide = H % 8 == 0 && (((u64)rows_RH | (u64)out_NH | (u64)(rows_stride * ITEM_BYTES) |
-                                (u64)(out_stride * out_item)) & 15) == 0;
+                                (u64)(out_stride * OUT_BYTES)) & 15) == 0;
     int chunks = (H + 255) / 256;
     i64 units = N * segments;
     for (i64 u = (i64)blockIdx.x * WARPS + threadIdx.x / 32; u < units; u += (i64)gridDim.x * WARPS) {
         i64 n = u / segments, first = starts[n], last = starts[n + 1];
         int s = (int)(u % segments), end = chunks * (s + 1) / segments;
-        u8* out = out_NH + n * out_stride * out_item;
+        u8* out = out_NH + n * out_stride * OUT_BYTES;
         for (int c = chunks * s / segments; c < end; ++c) {
             int h = c * 256 + lane_id() * 8;
             if (h >= H) continue;

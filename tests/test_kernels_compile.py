@@ -35,8 +35,8 @@ BUILDS = {
         for dtype, floor, levels in ((0, 0, 0), (1, 0, 5), (2, 1, 4))
     ],
     "table_ops": [
-        ("table_ops.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "OUT_FP32": fp32})
-        for dtype, vec, fp32 in ((0, 16, 1), (1, 16, 0), (1, 8, 1), (1, 2, 0), (2, 4, 0))
+        ("table_ops.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "OUT_DTYPE": out})
+        for dtype, vec, out in ((0, 16, 0), (0, 16, 1), (1, 16, 1), (1, 8, 0), (1, 2, 1), (2, 4, 2))
     ],
 }
 

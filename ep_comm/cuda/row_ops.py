@@ -117,11 +117,11 @@ def sum_rows(
     weights_R: Tensor | None,
     out_NH: Tensor,
 ) -> None:
-    """The sums of :func:`ep_comm.rows.sum_rows`, for ``out`` in the dtype of the rows or float32."""
+    """The sums of :func:`ep_comm.rows.sum_rows`, ``out`` float32, bfloat16 or float16."""
     count, hidden = out_NH.shape
     defines = {
         "DTYPE": DTYPE_CODE[rows_RH.dtype],
-        "OUT_FP32": int(out_NH.dtype == torch.float32),
+        "OUT_DTYPE": DTYPE_CODE[out_NH.dtype],
         "WARPS": _ROW_WARPS,
     }
     segments = _segments(kernels, count, -(-hidden // 256))

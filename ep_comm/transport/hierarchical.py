@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..config import EPConfig
 from ..plan import CountedPlan, Sizing
-from ..rows import sum_rows
+from ..rows import count_along, sum_rows
 from .base import RowFormat
 from .collective import CollectiveRoute, CollectiveTransport
 from .hop import Hop
@@ -79,7 +79,7 @@ class HierarchicalTransport(CollectiveTransport):
         hosts, needs_TP = self.hosts, plan.needs_TP
         if sizing.pair_tokens is None:
             # What exceeds a pair's budget stays here, as on the collective transport: then no later hop can overflow.
-            needs_TP = needs_TP & (needs_TP.long().cumsum(0) <= sizing.pair_rows)
+            needs_TP = needs_TP & (count_along(needs_TP) <= sizing.pair_rows)
         needs_TG = hosts.needed(needs_TP)
         if sizing.pair_tokens is None:
             hop = Hop.fixed(needs_TG, min(self._max_tokens, hosts.ranks_per_host * sizing.pair_rows))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..rows import SumTable, invert_table, place_in_rows
+from ..rows import SumTable, count_along, invert_table, place_in_rows
 
 __all__ = ["Hop", "ReceiveTables"]
 
@@ -63,7 +63,7 @@ class Hop:
         num_sent: int,
         num_received: int,
     ) -> Hop:
-        order_TD = needs_TD.long().cumsum(0) - 1
+        order_TD = count_along(needs_TD) - 1
         position_TD = torch.where(needs_TD & (order_TD < most), base_D + order_TD, -1)
         return cls(
             send_splits=send_splits,

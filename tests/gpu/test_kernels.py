@@ -421,8 +421,8 @@ def test_weighted_backward(hidden: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("hidden", [1, 3, 50, 96, 2880, 7168])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("fp32_out", [False, True])
-def test_sums_by_a_table(hidden: int, dtype: torch.dtype, fp32_out: bool) -> None:
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_by_a_table(hidden: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """The bits of the CPU, from strided rows to strided rows; items with none to eight entries."""
     make = torch.Generator().manual_seed(hidden)
     rows = torch.randn(200, hidden + 16, generator=make).to(dtype)[:, 8 : 8 + hidden]
@@ -431,7 +431,6 @@ def test_sums_by_a_table(hidden: int, dtype: torch.dtype, fp32_out: bool) -> Non
     table = torch.where(torch.rand(60, 8, generator=make) < 0.5, table, -1)
     table[3], table[4] = -1, torch.tensor([7] + [-1] * 7)
     weights = torch.randn(200, generator=make)
-    out_dtype = torch.float32 if fp32_out else dtype
     for factors in (None, weights):
         want = torch.empty(60, hidden, dtype=out_dtype)
         sum_rows(rows, SumTable.build(table, 480), factors, want)
