@@ -21,7 +21,7 @@ from .directions import Channel, Combine, Dispatch
 from .errors import ClosedError, ConfigError, EPError
 from .exchange import Exchange
 from .handle import Dispatched, DispatchHandle
-from .ledger import Demand, DispatchRecord, StepLedger, current_ledger
+from .ledger import Demand, DispatchRecord, StepLedger, current_ledger, note_dispatch
 from .mxfp8 import MXFP8Tensor
 from .plan import RoutingPlan, Sizing
 from .status import Fault, FaultCode, Operation, error_from_words
@@ -413,10 +413,8 @@ class Dispatcher:
 
     def _note(self, plan: RoutingPlan) -> None:
         """Remember what this dispatch needed; no host sync."""
-        if self.budget is not None:
-            self.record.add(plan, self._exchange.layout.split(plan.matrix_PX)[0])
-        sent_P = plan.pair_tokens_PP[self.rank]
-        self._sent += sent_P.sum() - sent_P[self.rank]
+        record = None if self.budget is None else self.record
+        note_dispatch(plan, self._exchange.layout.split(plan.matrix_PX)[0], record, self._sent)
         self._latest = plan
 
     def _channel(self, plan: RoutingPlan, sizing: Sizing, dtype: torch.dtype, sequence: int) -> Channel:

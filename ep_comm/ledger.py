@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .cuda.kernels import cuda_kernels
 from .errors import EPError
 from .plan import RoutingPlan
 from .status import HEADER_WORDS, Word
@@ -24,7 +25,7 @@ from .status import HEADER_WORDS, Word
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["Demand", "DispatchRecord", "StepLedger", "Verdict", "current_ledger"]
+__all__ = ["Demand", "DispatchRecord", "StepLedger", "Verdict", "current_ledger", "note_dispatch"]
 
 _FAULT_WORDS = HEADER_WORDS - Word.FAULT
 
@@ -84,21 +85,6 @@ class DispatchRecord:
         self.words.zero_()
         self.words[_FAULT_RANK].fill_(-1)
 
-    def add(self, plan: RoutingPlan, header_PX: Tensor) -> None:
-        """Enter one dispatch. No host sync."""
-        words, required = self.words, self.words[4 + _FAULT_WORDS :]
-        words[_OVERFLOW].copy_(torch.maximum(words[_OVERFLOW], (plan.overflow != 0).long()))
-        words[_PAIR_PEAK].copy_(torch.maximum(words[_PAIR_PEAK], plan.pair_tokens_PP.max()))
-        sent_P = plan.pair_tokens_PP[plan.rank]
-        words[_TOKENS_SENT].add_(sent_P.sum() - sent_P[plan.rank])
-        required.copy_(torch.maximum(required, plan.required_rows_P))
-        faults_P = header_PX[:, Word.FAULT] != 0
-        # index_select: indexing with a tensor of no dimensions would read it on the host.
-        first = faults_P.to(torch.uint8).argmax().view(1)
-        fault = torch.cat([first, header_PX.index_select(0, first)[0, Word.FAULT :].long()])
-        kept = words[_FAULT_RANK : 4 + _FAULT_WORDS]
-        kept.copy_(torch.where(faults_P.any() & (kept[0] < 0), fault, kept))
-
     def parse(self, words: list[int]) -> Demand:
         """Interpret the words after they have been copied to the host."""
         return Demand(
@@ -109,6 +95,38 @@ class DispatchRecord:
             fault_words=words[4 : 4 + _FAULT_WORDS],
             required_rows=words[4 + _FAULT_WORDS :],
         )
+
+
+def note_dispatch(plan: RoutingPlan, header_PX: Tensor, record: DispatchRecord | None, sent: Tensor) -> None:
+    """Enter one dispatch. No host sync.
+
+    Args:
+        header_PX: the status words of all ranks.
+        record: where its demand goes; None in eager mode.
+        sent: int64 without dimensions, tokens that this rank has sent to others so far; updated.
+    """
+    kernels = cuda_kernels(sent.device)
+    words = None if record is None else record.words
+    if kernels is not None:
+        from .cuda.records import note_dispatch as note_on_device
+
+        return note_on_device(kernels, plan.matrix_PX, plan.required_rows_P, plan.overflow, words, sent, plan.rank)
+    sent_P = plan.pair_tokens_PP[plan.rank]
+    tokens = sent_P.sum() - sent_P[plan.rank]
+    sent += tokens
+    if words is None:
+        return
+    words[_OVERFLOW].copy_(torch.maximum(words[_OVERFLOW], (plan.overflow != 0).long()))
+    words[_PAIR_PEAK].copy_(torch.maximum(words[_PAIR_PEAK], plan.pair_tokens_PP.max()))
+    words[_TOKENS_SENT].add_(tokens)
+    required = words[4 + _FAULT_WORDS :]
+    required.copy_(torch.maximum(required, plan.required_rows_P))
+    faults_P = header_PX[:, Word.FAULT] != 0
+    # index_select: indexing with a tensor of no dimensions would read it on the host.
+    first = faults_P.to(torch.uint8).argmax().view(1)
+    fault = torch.cat([first, header_PX.index_select(0, first)[0, Word.FAULT :].long()])
+    kept = words[_FAULT_RANK : 4 + _FAULT_WORDS]
+    kept.copy_(torch.where(faults_P.any() & (kept[0] < 0), fault, kept))
 
 
 class StepLedger:

@@ -13,6 +13,7 @@ from ep_comm.cuda.sources import build, kernel_sources
 ARCHITECTURES = ("sm_90", "sm_100")
 BUILDS = {
     "barrier": [("barrier.cu", {})],
+    "record": [("record.cu", {})],
     "plan": [("plan.cu", {"IDX64": wide}) for wide in (0, 1)],
     "scatter": [
         ("scatter.cu", {"DTYPE": dtype, "VEC_BYTES": vec})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ep_comm import rows as torch_rows
+from ep_comm.ledger import DispatchRecord, note_dispatch
 from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes, unpack_mxfp8
 from ep_comm.rows import SumTable, sum_rows, take_rows
 from ep_comm.status import HEADER_WORDS, FaultCode, Word
@@ -463,6 +465,35 @@ def test_rows_by_a_table(width: int, dtype: torch.dtype, count: int) -> None:
     take_rows(rows, index.cuda(), room[:, 16 : 16 + width])
     assert_same(room[:, 16 : 16 + width].contiguous().view(torch.uint8), want)
     assert not room.view(torch.uint8)[:, : 16 * size].any() and not room.view(torch.uint8)[:, -16 * size :].any()
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4, 64])
+@pytest.mark.parametrize("overflow_dtype", [torch.bool, torch.int32], ids=str)
+def test_the_record_of_dispatches(ep_size: int, overflow_dtype: torch.dtype) -> None:
+    """Peaks, sums and the first fault over several dispatches are those of the CPU."""
+    make = torch.Generator().manual_seed(ep_size)
+    rank, experts = ep_size - 1, 2 * ep_size
+    records = {device: DispatchRecord(ep_size, torch.device(device)) for device in ("cpu", "cuda")}
+    sent = {device: torch.zeros((), dtype=torch.int64, device=device) for device in records}
+    for turn in range(6):
+        matrix = torch.randint(0, 1000, (ep_size, HEADER_WORDS + ep_size + experts), generator=make, dtype=torch.int32)
+        matrix[:, Word.FAULT] = 0
+        if turn in (2, 4):
+            matrix[(turn * 7) % ep_size, Word.FAULT] = turn
+        required = torch.randint(0, 10**12, (ep_size,), generator=make)
+        for device, record in records.items():
+            there = matrix.to(device)
+            plan = SimpleNamespace(
+                rank=rank,
+                matrix_PX=there,
+                pair_tokens_PP=there[:, HEADER_WORDS : HEADER_WORDS + ep_size],
+                required_rows_P=required.to(device),
+                overflow=torch.tensor(turn == 3, device=device).to(overflow_dtype),
+            )
+            kept = None if turn == 5 else record
+            note_dispatch(plan, there[:, :HEADER_WORDS], kept, sent[device])
+        assert records["cuda"].words.tolist() == records["cpu"].words.tolist()
+        assert sent["cuda"].item() == sent["cpu"].item()
 
 
 def test_addresses_beyond_32_bits() -> None:
