@@ -47,19 +47,16 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 class Model(nn.Module):
-    """Two MoE layers; the second is recomputed, has MXFP8 on the wire and all that a router can have."""
+    """An MoE layer that is recomputed, with MXFP8 on the wire and all that a router can have."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
-        sizes = (HIDDEN, 48, EXPERTS, TOP_K)
-        small = {"mode": mode, **({"budget_rows": 4, "pair_rows": 1} if mode == "static" else {})}
+        small = {"mode": mode, **({"budget_rows": 4, "pair_rows": 1} if mode == "static" else {}), **MXFP8}
         more = {"bias_update_rate": 0.1, "aux_loss_coeff": 0.01, "shared_ffn_size": 16, "score": "sigmoid"}
-        self.first = MoELayer(*sizes, config(**small), seed=1, dtype=torch.bfloat16)
-        self.second = MoELayer(*sizes, config(**small, **MXFP8), seed=2, dtype=torch.bfloat16, **more)
+        self.layer = MoELayer(HIDDEN, 48, EXPERTS, TOP_K, config(**small), seed=2, dtype=torch.bfloat16, **more)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        return x + checkpoint(self.second, x, use_reentrant=False)
+        return x + checkpoint(self.layer, x, use_reentrant=False)
 
 
 def train(rank: int, mode: str, call: Any) -> tuple[list[Tensor], StepRunner]:
@@ -75,7 +72,7 @@ def train(rank: int, mode: str, call: Any) -> tuple[list[Tensor], StepRunner]:
         for parameter in model.parameters():
             if not getattr(parameter, "ep_expert", False):
                 dist.all_reduce(parameter.grad)
-        model.second.router.update_bias()
+        model.layer.router.update_bias()
         latest[:] = [y.detach(), x.grad]
 
     runner = StepRunner(step, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -104,8 +101,8 @@ def test_training_compiled_gives_the_bits_of_eager_mode() -> None:
     """From budgets that are far too small: replays run uncompiled, larger budgets are compiled anew."""
     for replays, issued, budgets in run_ranks(train_both, 2, timeout=150):
         assert 1 <= replays < 3
-        # The first attempt of every step is compiled: three dispatches, one of them the recomputed one.
-        assert issued == 3 * 3
+        # The first attempt of every step is compiled: one dispatch, and one to recompute it.
+        assert issued == 3 * 2
         assert all(budget > start for start, budget in budgets)
 
 
@@ -141,7 +138,7 @@ def use_dispatchers(rank: int, world_size: int) -> dict[str, Any]:
 
     # Another number of tokens on each rank and each call; handles go with the graph that holds them.
     for number in range(100):
-        outcome(run, first, second, number, tokens=(number + 3 * rank) % (TOKENS + 1))
+        outcome(run, first, second, number, tokens=2 * ((number + 3 * rank) % 7))
     y = run(first, second, inputs(0), inputs(1))
     found["alive"] = len(operators._tickets)
     del y
@@ -184,6 +181,7 @@ def break_graphs(rank: int, world_size: int) -> list[Caught]:
             return dispatcher.combine(tokens.sin(), rows.handle, apply_weights=True).cos()
 
         given, again = inputs(rank), inputs(rank)
+        torch.compiler.reset()  # else the code compiled for the other dispatcher would be taken up to its break
         errors.append(expect_error(compiled(step), *given))
         y, z = step(*given), torch.compile(step, backend="aot_eager")(*again)
         for result in (y, z):
