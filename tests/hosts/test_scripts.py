@@ -105,9 +105,9 @@ def test_soak_sees_what_is_left_behind(tmp_path: Path) -> None:
 
 def test_start_one_step_and_exit_leave_nothing() -> None:
     launcher = "hosts" if MPI and not NO_HOSTS else "own"
-    soak = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--runs", "2", "--launcher", launcher]
+    soak = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--runs", "1", "--launcher", launcher]
     done = subprocess.run(soak, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == (
-        "2 runs: 0 hung, 0 failed; left behind: 0 processes, 0 network namespaces, 0 temporary files"
+        "1 runs: 0 hung, 0 failed; left behind: 0 processes, 0 network namespaces, 0 temporary files"
     )
