@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from .config import EPConfig
+from .cuda.kernels import cuda_kernels
+from .cuda.routing import derive_plan, local_routing, routing_fits
 from .status import HEADER_WORDS, FaultCode, Word
 
 if TYPE_CHECKING:
@@ -88,6 +90,9 @@ class LocalRouting:
     def build(cls, topk_idx_TK: Tensor, num_experts: int, ep_size: int) -> LocalRouting:
         """Counts and positions of ``topk_idx_TK`` (int32 or int64 ``[T, K]``, -1 = no expert)."""
         num_tokens, top_k = topk_idx_TK.shape
+        kernels = cuda_kernels(topk_idx_TK.device)
+        if kernels is not None and routing_fits(num_experts):
+            return cls(*local_routing(kernels, topk_idx_TK.contiguous(), num_experts, ep_size))
         raw_TK = topk_idx_TK.long()
         bad_TK = (raw_TK < -1) | (raw_TK >= num_experts)
         idx_TK = raw_TK.masked_fill(bad_TK, -1)
@@ -248,8 +253,31 @@ def make_plan(
         pair_limit: most tokens that may go from one rank to another, or None.
     """
     header_PX, pairs_PP, counts_PE = layout.split(matrix_PX)
-    counts_PE = counts_PE.long()
     ep_size, num_experts = layout.ep_size, layout.num_experts
+    num_tokens, top_k = routing.idx_TK.shape
+    common = {
+        "rank": rank,
+        "ep_size": ep_size,
+        "num_tokens": num_tokens,
+        "top_k": top_k,
+        "matrix_PX": matrix_PX,
+        "pair_tokens_PP": pairs_PP,
+        "needs_TP": routing.needs_TP,
+    }
+    kernels = cuda_kernels(matrix_PX.device)
+    if kernels is not None and routing_fits(num_experts):
+        derived = derive_plan(
+            kernels,
+            matrix_PX,
+            routing.idx_TK,
+            routing.position_TK,
+            num_experts=num_experts,
+            rank=rank,
+            alignment=alignment,
+            pair_limit=pair_limit,
+        )
+        return CountedPlan(**common, **derived)
+    counts_PE = counts_PE.long()
     experts_per_rank = num_experts // ep_size
 
     offsets_PL1 = segment_offsets(counts_PE.sum(0).view(ep_size, experts_per_rank), alignment)
@@ -269,17 +297,11 @@ def make_plan(
     offsets_L1 = torch.minimum(offsets_PL1[rank], budget_P[rank])
     counts_L = counts_PE.sum(0)[rank * experts_per_rank : (rank + 1) * experts_per_rank]
     return CountedPlan(
-        rank=rank,
-        ep_size=ep_size,
-        num_tokens=routing.idx_TK.shape[0],
-        top_k=routing.idx_TK.shape[1],
-        matrix_PX=matrix_PX,
+        **common,
         slot_rank_TK=torch.where(fits_TK, rank_TK, -1),
         slot_rows_TK=torch.where(fits_TK, row_TK, -1),
-        pair_tokens_PP=pairs_PP,
         tokens_per_expert_L=torch.minimum(counts_L, budget_P[rank] - offsets_L1[:-1]),
         expert_offsets_L1=offsets_L1,
         required_rows_P=required_P,
         overflow=overflow,
-        needs_TP=routing.needs_TP,
     )

@@ -31,34 +31,41 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class SumTable:
-    """A ``[N, K]`` table of row numbers (-1 = none), flattened so that sums can walk it.
+    """A ``[N, K]`` table of row numbers (-1 = none), ready for :func:`sum_rows`.
 
-    ``entries`` holds the row numbers that are present, item by item and slot by slot; the entries of item
-    ``n`` are ``entries[starts[n] : starts[n + 1]]``. On devices where a shape must not depend on data the
-    list is padded at its end, and ``starts`` has one more element, so that the padding forms an item of
-    its own.
+    The CUDA kernel walks the table itself. Elsewhere it is flattened: ``entries`` holds the row numbers that are
+    present, item by item and slot by slot; the entries of item ``n`` are ``entries[starts[n] : starts[n + 1]]``. On
+    devices where a shape must not depend on data the list is padded at its end, and ``starts`` has one more
+    element, so that the padding forms an item of its own.
     """
 
-    entries: Tensor
-    starts: Tensor
-    num_items: int
+    table_NK: Tensor
+    entries: Tensor | None = None
+    starts: Tensor | None = None
+
+    @property
+    def num_items(self) -> int:
+        """N."""
+        return self.table_NK.shape[0]
 
     @classmethod
     def build(cls, table_NK: Tensor, max_entries: int) -> SumTable:
-        """Flatten ``table_NK`` (int64). ``max_entries`` bounds how many entries are present."""
-        num_items = table_NK.shape[0]
+        """From ``table_NK`` (int64). ``max_entries`` bounds how many entries are present."""
+        table_NK = table_NK.contiguous()
+        if cuda_kernels(table_NK.device) is not None:
+            return cls(table_NK)
         present_NK = table_NK >= 0
         counts_N = present_NK.sum(1)
         starts = torch.nn.functional.pad(counts_N.cumsum(0), (1, 0))
         flat_S, present_S = table_NK.flatten(), present_NK.flatten()
         if devices.host_reads_are_free(table_NK.device):
-            return cls(flat_S[present_S], starts, num_items)
+            return cls(table_NK, flat_S[present_S], starts)
         size = min(max_entries, table_NK.numel())
         place_S = torch.where(present_S, present_S.cumsum(0) - 1, size).clamp_max(size)
         entries = torch.zeros(size + 1, dtype=torch.int64, device=table_NK.device)
         entries.scatter_(0, place_S, flat_S)
         end = torch.full_like(starts[:1], size)
-        return cls(entries[:size], torch.cat([starts, end]), num_items)
+        return cls(table_NK, entries[:size], torch.cat([starts, end]))
 
 
 def count_along(needs_TD: Tensor) -> Tensor:
@@ -79,11 +86,11 @@ def sum_rows(rows_RH: Tensor, table: SumTable, weights_R: Tensor | None, out_NH:
         out_NH: ``[N, H]``, overwritten.
     """
     kernels = cuda_kernels(rows_RH.device)
-    if kernels is not None and rows_RH.stride(1) == 1:
+    if kernels is not None:
         from .cuda import row_ops
 
         if table.num_items:
-            row_ops.sum_rows(kernels, rows_RH, table.entries, table.starts, weights_R, out_NH)
+            row_ops.sum_rows(kernels, rows_RH, table.table_NK, weights_R, out_NH)
         return
     if not devices.host_reads_are_free(rows_RH.device):
         _sum_chunk(rows_RH, table.entries, table.starts, weights_R, out_NH, table.num_items)
@@ -140,16 +147,29 @@ def take_rows(rows_NX: Tensor, index_R: Tensor, out_RX: Tensor | None = None) ->
 
 def invert_table(table_NK: Tensor, num_rows: int, missing: int) -> Tensor:
     """For every row the item that has it in ``table_NK`` (int64, -1 = none), else ``missing``; int64 ``[R]``."""
-    num_items, top_k = table_NK.shape
-    item_NK = torch.arange(num_items, device=table_NK.device).unsqueeze(1).expand(num_items, top_k)
-    return place_in_rows(item_NK, table_NK, num_rows, missing)
+    return _place(None, table_NK, num_rows, missing)
 
 
 def place_in_rows(values_NK: Tensor, table_NK: Tensor, num_rows: int, missing: float) -> Tensor:
     """``out[table[n, k]] = values[n, k]``, and ``missing`` in rows that no slot names; ``[num_rows]``."""
+    return _place(values_NK, table_NK, num_rows, missing)
+
+
+def _place(values_NK: Tensor | None, table_NK: Tensor, num_rows: int, missing: float) -> Tensor:
+    """Values, or without them the number of the item."""
+    dtype, device = torch.int64 if values_NK is None else values_NK.dtype, table_NK.device
+    kernels = cuda_kernels(device)
+    if kernels is not None and dtype.itemsize in (4, 8):
+        from .cuda import row_ops
+
+        out_R = torch.full((num_rows,), missing, dtype=dtype, device=device)
+        row_ops.place_in_rows(kernels, values_NK, table_NK.contiguous(), out_R)
+        return out_R
+    if values_NK is None:
+        values_NK = torch.arange(table_NK.shape[0], device=device).unsqueeze(1).expand(table_NK.shape)
     # Absent slots write to a row behind the last one: no boolean mask, so no data-dependent shape.
     target_S = torch.where(table_NK >= 0, table_NK, num_rows).flatten()
-    out = torch.full((num_rows + 1,), missing, dtype=values_NK.dtype, device=values_NK.device)
+    out = torch.full((num_rows + 1,), missing, dtype=dtype, device=device)
     return out.scatter_(0, target_S, values_NK.flatten())[:num_rows]
 
 

@@ -62,9 +62,8 @@ __device__ void deliver(const Routing& a, const int* totals, const int* header, 
         if (x >= HEADER_WORDS) {
             value = totals[x - HEADER_WORDS];
         } else if (bad && x >= WORD_FAULT) {
-            i64 id = a.topk_idx_TK[bad_item], low = -2147483648ll, high = 2147483647ll;
-            id = id < low ? low : id > high ? high : id;
-            int words[5] = {FAULT_EXPERT_ID, bad_item / a.K, bad_item % a.K, (int)id, 0};
+            i64 id = a.topk_idx_TK[bad_item];  // travels as its lower and its upper half
+            int words[5] = {FAULT_EXPERT_ID, bad_item / a.K, bad_item % a.K, (int)id, (int)(id >> 32)};
 #pragma unroll
             for (int i = 0; i < 5; ++i) value = x == WORD_FAULT + i ? words[i] : value;
         } else {

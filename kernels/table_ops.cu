@@ -1,5 +1,5 @@
-// Whole rows by a table, without any other rank: copies to where the table says, and FP32 sums of the rows that it
-// lists. What the collective transport does before and after its all-to-all.
+// Whole rows by a table, without any other rank: copies to where the table says, FP32 sums of the rows that it
+// lists, and single values. What the collective transport does before and after its all-to-all.
 //
 // Options: VEC_BYTES (take_rows), DTYPE and OUT_DTYPE (sum_rows: of the rows and of the sums), WARPS.
 #include "mxfp8.cuh"
@@ -67,36 +67,38 @@ __device__ __forceinline__ void store_some(u8* row, int h, int H, bool wide, con
     }
 }
 
-// out_NH[n] = round(sum over j from starts[n] to starts[n + 1], in order, of (weights[r] *) rows[r], r = entries[j]).
+// out_NH[n] = round(sum over k, in order, of (weights[r] *) rows[r], r = table_NK[n, k] where it is not negative).
 // Sums start at +0; products are rounded before they are added. Strides in items of their tensor.
 extern "C" __global__ void __launch_bounds__(THREADS)
-sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict__ entries,
-         const i64* __restrict__ starts, const float* __restrict__ weights_R, u8* __restrict__ out_NH, i64 out_stride,
-         i64 N, int H, int segments) {
+sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict__ table_NK, int K,
+         const float* __restrict__ weights_R, u8* __restrict__ out_NH, i64 out_stride, i64 N, int H, int segments) {
     bool wide = H % 8 == 0 && (((u64)rows_RH | (u64)out_NH | (u64)(rows_stride * ITEM_BYTES) |
                                 (u64)(out_stride * OUT_BYTES)) & 15) == 0;
     int chunks = (H + 255) / 256;
     i64 units = N * segments;
     for (i64 u = (i64)blockIdx.x * WARPS + threadIdx.x / 32; u < units; u += (i64)gridDim.x * WARPS) {
-        i64 n = u / segments, first = starts[n], last = starts[n + 1];
+        i64 n = u / segments;
+        const i64* entries = table_NK + n * K;
         int s = (int)(u % segments), end = chunks * (s + 1) / segments;
         u8* out = out_NH + n * out_stride * OUT_BYTES;
         for (int c = chunks * s / segments; c < end; ++c) {
             int h = c * 256 + lane_id() * 8;
             if (h >= H) continue;
             float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            for (i64 j = first; j < last; j += AHEAD) {
+            for (int j = 0; j < K; j += AHEAD) {
                 float f[AHEAD][8], w[AHEAD];
+                bool there[AHEAD];
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a) {
-                    if (j + a >= last) continue;
-                    i64 r = entries[j + a];
+                    i64 r = j + a < K ? entries[j + a] : -1;
+                    there[a] = r >= 0;
+                    if (!there[a]) continue;
                     load_some(rows_RH + r * rows_stride * ITEM_BYTES, h, H, wide, f[a]);
                     w[a] = weights_R ? weights_R[r] : 1.0f;
                 }
 #pragma unroll
                 for (int a = 0; a < AHEAD; ++a) {
-                    if (j + a >= last) continue;
+                    if (!there[a]) continue;
 #pragma unroll
                     for (int i = 0; i < 8; ++i)
                         sum[i] = __fadd_rn(sum[i], weights_R ? __fmul_rn(w[a], f[a][i]) : f[a][i]);
@@ -104,5 +106,17 @@ sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict_
             }
             store_some(out, h, H, wide, sum);
         }
+    }
+}
+
+// out_R[table_NK[n, k]] = values_NK[n, k] where the table is not negative; items of 4 or 8 bytes. Without values: n.
+extern "C" __global__ void __launch_bounds__(THREADS)
+place_in_rows(const u8* __restrict__ values_NK, i64 stride_n, i64 stride_k, const i64* __restrict__ table_NK, i64 N,
+              int K, u8* __restrict__ out_R, i64 R, int item_bytes) {
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < N * K; i += (i64)gridDim.x * THREADS) {
+        i64 n = i / K, row = table_NK[i], at = n * stride_n + i % K * stride_k;
+        if (row < 0 || row >= R) continue;
+        if (item_bytes == 8) ((i64*)out_R)[row] = values_NK ? ((const i64*)values_NK)[at] : n;
+        else ((u32*)out_R)[row] = ((const u32*)values_NK)[at];
     }
 }

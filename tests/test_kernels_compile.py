@@ -15,6 +15,7 @@ BUILDS = {
     "barrier": [("barrier.cu", {})],
     "record": [("record.cu", {})],
     "plan": [("plan.cu", {"IDX64": wide}) for wide in (0, 1)],
+    "routing": [("routing.cu", {"IDX64": wide, "ITEMS_PER_WARP": items}) for wide, items in ((0, 128), (1, 512))],
     "scatter": [
         ("scatter.cu", {"DTYPE": dtype, "VEC_BYTES": vec})
         for dtype, vec in ((0, 16), (0, 8), (0, 4), (1, 16), (1, 8), (1, 4), (1, 2), (2, 16))

@@ -16,6 +16,7 @@ from .sources import SCALE_FLOOR
 __all__ = [
     "codec_fits",
     "dequantize_rows",
+    "place_in_rows",
     "quantize_rows",
     "sum_rows",
     "take_fits",
@@ -109,15 +110,8 @@ def take_rows(kernels: CudaKernels, rows_NX: Tensor, index_R: Tensor, out_RX: Te
     )  # fmt: skip
 
 
-def sum_rows(
-    kernels: CudaKernels,
-    rows_RH: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    weights_R: Tensor | None,
-    out_NH: Tensor,
-) -> None:
-    """The sums of :func:`ep_comm.rows.sum_rows`, ``out`` float32, bfloat16 or float16."""
+def sum_rows(kernels: CudaKernels, rows_RH: Tensor, table_NK: Tensor, weights_R: Tensor | None, out_NH: Tensor) -> None:
+    """The sums of :func:`ep_comm.rows.sum_rows` by a contiguous int64 table; ``out`` float32, bfloat16 or float16."""
     count, hidden = out_NH.shape
     defines = {
         "DTYPE": DTYPE_CODE[rows_RH.dtype],
@@ -127,7 +121,24 @@ def sum_rows(
     segments = _segments(kernels, count, -(-hidden // 256))
     kernels.launch(
         "table_ops.cu", "sum_rows", defines, _row_blocks(kernels, count * segments), _ROW_WARPS * 32,
-        (*_with_stride(rows_RH), entries, starts, weights_R, *_with_stride(out_NH), np.int64(count), hidden, segments),
+        (*_with_stride(rows_RH), table_NK, table_NK.shape[1], weights_R, *_with_stride(out_NH), np.int64(count), hidden,
+         segments),
+    )  # fmt: skip
+
+
+def place_in_rows(kernels: CudaKernels, values_NK: Tensor | None, table_NK: Tensor, out_R: Tensor) -> None:
+    """``out[table[n, k]] = values[n, k]`` where the table, int64 and contiguous, is not negative.
+
+    Args:
+        values_NK: of the dtype of ``out``, 4 or 8 bytes wide, any strides; None for the number of the item (int64).
+    """
+    strides = (0, 0) if values_NK is None else values_NK.stride()
+    count, top_k = table_NK.shape
+    kernels.launch(
+        "table_ops.cu", "place_in_rows", {"DTYPE": 1, "WARPS": _ROW_WARPS},
+        _row_blocks(kernels, -(-count * top_k // 32)), _ROW_WARPS * 32,
+        (values_NK, *map(np.int64, strides), table_NK, np.int64(count), top_k, out_R,
+         np.int64(out_R.shape[0]), out_R.element_size()),
     )  # fmt: skip
 
 

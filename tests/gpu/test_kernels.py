@@ -12,7 +12,8 @@ from torch import Tensor
 from ep_comm import rows as torch_rows
 from ep_comm.ledger import DispatchRecord, note_dispatch
 from ep_comm.mxfp8 import dequantize_packed, pack_mxfp8, quantize_mxfp8, scale_row_bytes, unpack_mxfp8
-from ep_comm.rows import SumTable, sum_rows, take_rows
+from ep_comm.plan import CountMatrix, LocalRouting, make_plan
+from ep_comm.rows import SumTable, invert_table, place_in_rows, sum_rows, take_rows
 from ep_comm.status import HEADER_WORDS, FaultCode, Word
 from tests import reference
 
@@ -310,6 +311,10 @@ def test_ids_out_of_range_are_reported_to_every_rank_and_route_nowhere() -> None
         assert fault == [FaultCode.EXPERT_ID, 3, 2, 8]
         assert tables.matrix_PX[0, Word.FAULT] == 0
     assert run.tables[1].slot_rows_TK[3, 2] == -1 and run.tables[1].slot_ranks_TK[5, 0] == -1
+    for bad in (-(2**40), -2, 2**33 + 5):
+        run.idx[1][3, 2] = bad
+        halves = run.plan()[0].matrix_PX[1, Word.FAULT + 3 : Word.FAULT + 5].tolist()
+        assert halves[1] << 32 | halves[0] & 0xFFFFFFFF == bad
     run.idx[1].copy_(case.idx[1])
     assert all(tables.verdict[1] == 0 for tables in run.plan())
 
@@ -443,6 +448,11 @@ def test_sums_by_a_table(hidden: int, dtype: torch.dtype, out_dtype: torch.dtype
         sum_rows(there, sums, factors if factors is None else factors.cuda(), got)
         assert_same(got, want)
         assert (room[:, :8] == 5).all() and (room[:, 8 + hidden :] == 5).all()
+    places = torch.where(torch.rand(60, 8, generator=make) < 0.5, torch.randperm(480, generator=make).view(60, 8), -1)
+    for values in (torch.randn(8, 60, generator=make).t(), torch.arange(60).unsqueeze(1).expand(60, 8)):
+        want = place_in_rows(values, places, 480, missing=-3)
+        assert torch.equal(place_in_rows(values.cuda(), places.cuda(), 480, missing=-3).cpu(), want)
+    assert torch.equal(invert_table(places.cuda(), 480, 60).cpu(), invert_table(places, 480, 60))
     empty = torch.full((2, hidden), 3.0, dtype=dtype, device="cuda")
     nothing = SumTable.build(torch.full((2, 8), -1, device="cuda"), 16)
     sum_rows(torch.empty(0, hidden, dtype=dtype, device="cuda"), nothing, None, empty)
@@ -465,6 +475,55 @@ def test_rows_by_a_table(width: int, dtype: torch.dtype, count: int) -> None:
     take_rows(rows, index.cuda(), room[:, 16 : 16 + width])
     assert_same(room[:, 16 : 16 + width].contiguous().view(torch.uint8), want)
     assert not room.view(torch.uint8)[:, : 16 * size].any() and not room.view(torch.uint8)[:, -16 * size :].any()
+
+
+@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "ep_size"),
+    [(0, 4, 8, 2), (1, 1, 1, 1), (7, 8, 16, 4), (513, 5, 12, 3), (4096, 8, 256, 4), (20000, 8, 4096, 64)],
+)
+def test_the_plan_of_the_collective_transport(
+    tokens: int, top_k: int, experts: int, ep_size: int, idx_dtype: torch.dtype
+) -> None:
+    """Every field of the plan is that of the CPU: masks, skew, repeated and invalid ids, budgets and pair limits."""
+    make = torch.Generator().manual_seed(tokens)
+    config = SimpleNamespace(num_experts=experts)
+    layout = CountMatrix(config, ep_size)
+    for case in ("uniform", "skewed", "masked", "invalid"):
+        idx = [
+            torch.randint(0, experts, (tokens, top_k), generator=make) for _ in range(ep_size if tokens < 9999 else 2)
+        ]
+        for each in idx:
+            if case == "skewed":
+                each[torch.rand(tokens, top_k, generator=make) < 0.8] = experts - 1
+            if case in ("masked", "invalid"):
+                each[torch.rand(tokens, top_k, generator=make) < 0.3] = -1
+            if case == "invalid" and tokens:
+                each[tokens // 2, top_k - 1] = -7 if idx_dtype == torch.int32 else -(2**40)
+                each[tokens - 1, 0] = experts
+        plans = {}
+        for device in ("cpu", "cuda"):
+            routings = [LocalRouting.build(each.to(idx_dtype).to(device), experts, ep_size) for each in idx]
+            messages = []
+            for rank in range(ep_size):
+                budget = max(1, tokens * top_k // (1 + rank % 2))
+                header = layout.header(1, 0, tokens, 0, budget).to(device)
+                routing = routings[rank % len(routings)]
+                messages.append(layout.message(header, routing.fault, routing))
+            for limit in (None, tokens // 2):
+                plans[device, limit] = [
+                    make_plan(routings[rank], torch.stack(messages), layout, rank=rank, alignment=16, pair_limit=limit)
+                    for rank in range(len(routings))
+                ]
+            plans[device, "local"] = routings
+        for key in (None, tokens // 2, "local"):
+            for here, there in zip(plans["cpu", key], plans["cuda", key], strict=True):
+                for name, want in vars(here).items():
+                    got = getattr(there, name)
+                    if isinstance(want, Tensor):
+                        assert got.dtype == want.dtype and torch.equal(got.cpu(), want), f"{case} {key} {name}"
+                    else:
+                        assert got == want, f"{case} {key} {name}"
 
 
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 64])

@@ -1,0 +1,94 @@
+"""The routing plan of :mod:`ep_comm.plan` in three kernels: this rank's counts and positions, and what all counts say.
+
+Nothing here waits for the GPU, so everything may be captured in a CUDA graph. Letters as in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .kernels import CudaKernels
+
+__all__ = ["derive_plan", "local_routing", "routing_fits"]
+
+_WARPS = 8
+_ITEMS_PER_WARP = (128, 256, 512)
+_MOST_EXPERTS = 6000  # a block of place_slots keeps a count for each warp and expert in shared memory
+_DERIVE_SLOTS = 1024  # of one block
+
+
+def routing_fits(num_experts: int) -> bool:
+    """Whether the kernels take so many experts."""
+    return num_experts <= _MOST_EXPERTS
+
+
+def local_routing(
+    kernels: CudaKernels, topk_idx_TK: Tensor, num_experts: int, ep_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of :class:`ep_comm.plan.LocalRouting`, in order; ``topk_idx`` contiguous."""
+    (num_tokens, top_k), device = topk_idx_TK.shape, topk_idx_TK.device
+    slots = num_tokens * top_k
+    per_warp = next((n for n in _ITEMS_PER_WARP if slots <= n * _WARPS * kernels.num_sms), _ITEMS_PER_WARP[-1])
+    blocks = max(1, -(-slots // (_WARPS * per_warp)))
+    defines = {"IDX64": int(topk_idx_TK.dtype == torch.int64), "WARPS": _WARPS, "ITEMS_PER_WARP": per_warp}
+    idx_TK, position_TK = torch.empty(2, num_tokens, top_k, dtype=torch.int64, device=device).unbind()
+    needs_TP = torch.zeros(num_tokens, ep_size, dtype=torch.bool, device=device)
+    totals = torch.zeros(num_experts + ep_size + 1, dtype=torch.int64, device=device)
+    block_counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
+    fault = torch.empty(5, dtype=torch.int32, device=device)
+    sizes = (np.int64(slots), top_k, num_experts, ep_size)
+    kernels.launch(
+        "routing.cu", "count_slots", defines, blocks, _WARPS * 32,
+        (topk_idx_TK, *sizes, idx_TK, block_counts, needs_TP, totals),
+        shared_bytes=(num_experts + ep_size) * 4,
+    )  # fmt: skip
+    kernels.launch(
+        "routing.cu", "place_slots", defines, blocks, _WARPS * 32,
+        (topk_idx_TK, *sizes, block_counts, totals, position_TK, fault),
+        shared_bytes=_WARPS * num_experts * 4,
+    )  # fmt: skip
+    return idx_TK, totals[:num_experts], position_TK, needs_TP, totals[num_experts : num_experts + ep_size], fault
+
+
+def derive_plan(
+    kernels: CudaKernels,
+    matrix_PX: Tensor,
+    idx_TK: Tensor,
+    position_TK: Tensor,
+    *,
+    num_experts: int,
+    rank: int,
+    alignment: int,
+    pair_limit: int | None,
+) -> dict[str, Tensor]:
+    """The fields of :class:`ep_comm.plan.RoutingPlan` that follow from the counts of all ranks, by name.
+
+    Args:
+        matrix_PX: int32, contiguous, the messages of all ranks.
+        idx_TK, position_TK: of this rank's :class:`ep_comm.plan.LocalRouting`.
+    """
+    (ep_size, width), device = matrix_PX.shape, matrix_PX.device
+    local = num_experts // ep_size
+    slot_rank_TK, slot_rows_TK = torch.empty(2, *idx_TK.shape, dtype=torch.int64, device=device).unbind()
+    tokens_L, offsets_L1, required_P = torch.empty(2 * local + 1 + ep_size, dtype=torch.int64, device=device).split(
+        [local, local + 1, ep_size]
+    )
+    overflow = torch.empty((), dtype=torch.bool, device=device)
+    blocks = max(1, -(-idx_TK.numel() // _DERIVE_SLOTS))
+    kernels.launch(
+        "routing.cu", "derive_plan", {"WARPS": _WARPS}, blocks, _WARPS * 32,
+        (matrix_PX, np.int64(width), idx_TK, position_TK, np.int64(idx_TK.numel()), num_experts, ep_size, rank,
+         np.int64(alignment), np.int64(-1 if pair_limit is None else pair_limit), slot_rank_TK, slot_rows_TK,
+         tokens_L, offsets_L1, required_P, overflow),
+        shared_bytes=2 * num_experts * 8,
+    )  # fmt: skip
+    return {
+        "slot_rank_TK": slot_rank_TK,
+        "slot_rows_TK": slot_rows_TK,
+        "tokens_per_expert_L": tokens_L,
+        "expert_offsets_L1": offsets_L1,
+        "required_rows_P": required_P,
+        "overflow": overflow,
+    }
