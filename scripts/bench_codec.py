@@ -59,9 +59,7 @@ def blocks_of(rows: Tensor) -> np.ndarray:
     return rows[::SAMPLE].double().unflatten(-1, (-1, 32)).cpu().numpy()
 
 
-def measure(
-    contenders: dict[str, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[str, list[float]]:
+def measure(contenders: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_number in range(rounds + 2):

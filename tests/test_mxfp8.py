@@ -330,9 +330,7 @@ def test_quantising_again_changes_nothing(rounding: str, dtype: torch.dtype) -> 
 # Wire rows
 
 
-@pytest.mark.parametrize(
-    ("hidden_size", "expected"), [(32, 16), (512, 16), (544, 32), (2880, 96), (7168, 224)]
-)
+@pytest.mark.parametrize(("hidden_size", "expected"), [(32, 16), (512, 16), (544, 32), (2880, 96), (7168, 224)])
 def test_wire_sizes(hidden_size: int, expected: int) -> None:
     assert scale_row_bytes(hidden_size) == expected
     assert wire_payload_bytes(hidden_size, 2, mxfp8=True) == hidden_size + expected
