@@ -254,6 +254,7 @@ class Hosts:
             agent.write_text(AGENT, encoding="ascii")
             agent.chmod(0o755)
             settings = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+            settings += ["--mca", "mpi_yield_when_idle", "1"]  # the hosts share the cores of one machine
             where = ",".join(f"{self.host(number)}:{local}" for number in self.numbers)
             variables = [word for name in pass_on if name in os.environ for word in ("-x", name)]
             yield [
