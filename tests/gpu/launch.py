@@ -75,7 +75,7 @@ def run_gpu_ranks(
                     answers[rank] = (False, f"ended with exit code {worker.exitcode}")
             if all(good for good, _ in answers.values()):
                 for worker in workers:
-                    worker.join(timeout=30)
+                    worker.join(timeout=90)
                     assert worker.exitcode == 0, f"a rank ended with exit code {worker.exitcode}"
         finally:
             for worker in workers:

