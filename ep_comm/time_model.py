@@ -35,7 +35,7 @@ class Links:
         unhidden: share of the lesser of link time and memory time that the symmetric kernels do not hide.
         dispatch_us, combine_us: a symmetric dispatch (plan included) and combine with hardly any tokens.
         collective_us: one collective call with hardly any bytes.
-        table_us: plan and tables of a dispatch on the collective paths, for each token.
+        table_us: plan and tables of a dispatch on the collective paths.
     """
 
     local: float = 384.0
@@ -45,7 +45,7 @@ class Links:
     dispatch_us: float = 22.0
     combine_us: float = 13.0
     collective_us: float = 25.0
-    table_us: float = 0.25
+    table_us: float = 100.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -221,7 +221,7 @@ def _by_collectives(traffic: _Traffic, links: Links, direction: str, *, hierarch
         "local": _us(local, links.local),
         "network": _us(network, links.network),
         "memory": _us(memory, links.memory),
-        "fixed": calls * links.collective_us + (direction == "dispatch") * links.table_us * traffic.tokens,
+        "fixed": calls * links.collective_us + (direction == "dispatch") * links.table_us,
     }
     return Prediction(terms["fixed"] + wire + terms["memory"], local, network, memory, _largest(terms))
 
