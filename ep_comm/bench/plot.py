@@ -101,12 +101,13 @@ def _draw_bar(axis: Any, report: Report, line: Result, place: float, colour: str
     sums = line.direction in ("combine", "dispatch_backward")
     rows = "bf16" if sums else line.dtype
     sms = f", {line.sms} SMs" if line.sms.isdigit() else ""
+    few = line.sms.isdigit() and int(line.sms) < report.facts.get("multiprocessors", 0)
     axis.bar(
         place,
         line.microseconds,
         width=0.86,
         color=colour,
-        alpha=_SHADES[line.mode],
+        alpha=_SHADES[line.mode] * (0.55 if few else 1.0),
         hatch=_HATCHES[rows],
         edgecolor="white",
         label=f"{line.contender}, {rows}, {line.mode}{sms}",
