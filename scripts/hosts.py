@@ -33,6 +33,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+# Where tools of the administrator are, also for a root whose PATH does not say so.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
 SUBNET = "10.77.0"
 PORT = 29500
 MOST_HOSTS = 16
@@ -57,7 +60,7 @@ def why_not() -> str:
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found: install iproute2 and util-linux"
     probe = f"ep{secrets.token_hex(3)}-probe"

@@ -23,6 +23,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ep_comm")
 
 
+# Kept on one worker where several run: hosts share the machine's network tools.
+_TOGETHER = ("hosts",)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist (``--dist loadgroup``) a file's tests stay on one worker, which has the ranks they share."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        folder, name = item.path.parent.name, item.path.stem
+        item.add_marker(pytest.mark.xdist_group(folder if folder in _TOGETHER else f"{folder}.{name}"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def end_of_session() -> Iterator[None]:
     yield
