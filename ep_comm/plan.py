@@ -91,7 +91,7 @@ class LocalRouting:
         """Counts and positions of ``topk_idx_TK`` (int32 or int64 ``[T, K]``, -1 = no expert)."""
         num_tokens, top_k = topk_idx_TK.shape
         kernels = cuda_kernels(topk_idx_TK.device)
-        if kernels is not None and routing_fits(num_experts):
+        if kernels is not None and routing_fits(kernels, num_experts):
             return cls(*local_routing(kernels, topk_idx_TK.contiguous(), num_experts, ep_size))
         raw_TK = topk_idx_TK.long()
         bad_TK = (raw_TK < -1) | (raw_TK >= num_experts)
@@ -265,7 +265,7 @@ def make_plan(
         "needs_TP": routing.needs_TP,
     }
     kernels = cuda_kernels(matrix_PX.device)
-    if kernels is not None and routing_fits(num_experts):
+    if kernels is not None and routing_fits(kernels, num_experts):
         derived = derive_plan(
             kernels,
             matrix_PX,

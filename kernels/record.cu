@@ -16,26 +16,28 @@ enum RecordWord { OVERFLOW, PAIR_PEAK, TOKENS_SENT, FAULT_RANK, FAULT, REQUIRED 
 extern "C" __global__ void __launch_bounds__(THREADS)
 note_dispatch(const int* __restrict__ matrix_PX, int X, const i64* __restrict__ required_P,
               const u8* __restrict__ overflow, int overflow_bytes, i64* words, i64* sent, int me, int P) {
-    __shared__ int peak, total, first;
+    __shared__ int peak, first;
+    __shared__ u64 total;
     if (threadIdx.x == 0) {
-        peak = total = 0;
+        peak = 0;
+        total = 0;
         first = P;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < P * P; i += THREADS) {
         int from = i / P, to = i % P, tokens = matrix_PX[(i64)from * X + HEADER_WORDS + to];
         atomicMax(&peak, tokens);
-        if (from == me && to != me) atomicAdd(&total, tokens);
+        if (from == me && to != me) atomicAdd(&total, (u64)tokens);
         if (to == 0 && matrix_PX[(i64)from * X + WORD_FAULT] != 0) atomicMin(&first, from);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        *sent += total;
+        *sent += (i64)total;
         if (words) {
             int over = overflow_bytes == 4 ? *(const int*)overflow : *overflow;
             if (over) words[OVERFLOW] = 1;
             if (peak > words[PAIR_PEAK]) words[PAIR_PEAK] = peak;
-            words[TOKENS_SENT] += total;
+            words[TOKENS_SENT] += (i64)total;
             if (first < P && words[FAULT_RANK] < 0) {
                 words[FAULT_RANK] = first;
                 for (int i = 0; i < FAULT_WORDS; ++i) words[FAULT + i] = matrix_PX[(i64)first * X + WORD_FAULT + i];

@@ -74,14 +74,14 @@ sum_rows(const u8* __restrict__ rows_RH, i64 rows_stride, const i64* __restrict_
          const float* __restrict__ weights_R, u8* __restrict__ out_NH, i64 out_stride, i64 N, int H, int segments) {
     bool wide = H % 8 == 0 && (((u64)rows_RH | (u64)out_NH | (u64)(rows_stride * ITEM_BYTES) |
                                 (u64)(out_stride * OUT_BYTES)) & 15) == 0;
-    int chunks = (H + 255) / 256;
+    i64 chunks = ((i64)H + 255) / 256;
     i64 units = N * segments;
     for (i64 u = (i64)blockIdx.x * WARPS + threadIdx.x / 32; u < units; u += (i64)gridDim.x * WARPS) {
         i64 n = u / segments;
         const i64* entries = table_NK + n * K;
-        int s = (int)(u % segments), end = chunks * (s + 1) / segments;
+        int s = (int)(u % segments), end = (int)(chunks * (s + 1) / segments);
         u8* out = out_NH + n * out_stride * OUT_BYTES;
-        for (int c = chunks * s / segments; c < end; ++c) {
+        for (int c = (int)(chunks * s / segments); c < end; ++c) {
             int h = c * 256 + lane_id() * 8;
             if (h >= H) continue;
             float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};

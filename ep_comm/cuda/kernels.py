@@ -17,6 +17,7 @@ __all__ = ["CudaKernels", "KernelError", "cuda_kernels", "cuda_kernels_problem",
 
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STATIC_SHARED_LIMIT = 40 * 1024  # dynamic shared memory that needs no permission, beside some static
+_STATIC_SHARED_ROOM = 4 * 1024
 _EMPTY = 16  # aligned, and never read
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -72,10 +73,16 @@ class CudaKernels:
         self.num_sms = properties.multi_processor_count
         self._functions: dict[tuple[Any, ...], Any] = {}
         self._modules: dict[tuple[Any, ...], Any] = {}
+        self._shared_bytes: dict[tuple[Any, ...], int] = {}
+        self.most_shared_bytes = (
+            getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+            - _STATIC_SHARED_ROOM
+        )
+        """Dynamic shared memory that a block may have, beside what kernels declare themselves."""
 
     def function(self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int = 0) -> Any:
         """Kernel ``name`` of ``file`` built with ``defines``, allowed ``shared_bytes`` of shared memory."""
-        key = (file, name, tuple(sorted(defines.items())), max(shared_bytes, _STATIC_SHARED_LIMIT))
+        key = (file, name, tuple(sorted(defines.items())))
         function = self._functions.get(key)
         if function is None:
             import cupy
@@ -86,10 +93,14 @@ class CudaKernels:
                     module = cupy.cuda.function.Module()
                     module.load(build(file, self.arch, defines))
                     self._modules[key[::2]] = module
-                function = module.get_function(name)
-                if shared_bytes > _STATIC_SHARED_LIMIT:
-                    cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
-            self._functions[key] = function
+                function = self._functions[key] = module.get_function(name)
+        # What a function may take is raised only: a launch with less needs no other permission.
+        if shared_bytes > self._shared_bytes.get(key, _STATIC_SHARED_LIMIT):
+            import cupy
+
+            with cupy.cuda.Device(self.device.index):
+                cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
+            self._shared_bytes[key] = shared_bytes
         return function
 
     def launch(

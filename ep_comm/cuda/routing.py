@@ -15,13 +15,12 @@ __all__ = ["derive_plan", "local_routing", "routing_fits"]
 
 _WARPS = 8
 _ITEMS_PER_WARP = (128, 256, 512)
-_MOST_EXPERTS = 6000  # a block of place_slots keeps a count for each warp and expert in shared memory
 _DERIVE_SLOTS = 1024  # of one block
 
 
-def routing_fits(num_experts: int) -> bool:
-    """Whether the kernels take so many experts."""
-    return num_experts <= _MOST_EXPERTS
+def routing_fits(kernels: CudaKernels, num_experts: int) -> bool:
+    """Whether the kernels take so many experts: a block of place_slots keeps a count for each warp and expert."""
+    return _WARPS * num_experts * 4 <= kernels.most_shared_bytes
 
 
 def local_routing(

@@ -528,6 +528,14 @@ def test_the_plan_of_the_collective_transport(
                         assert got == want, f"{case} {key} {name}"
 
 
+def test_shared_memory_that_was_larger_before() -> None:
+    """A launch with less shared memory in between takes nothing away from the next with more."""
+    for experts in (4096, 2048, 4096):
+        idx = torch.arange(64).view(8, 8) * (experts // 64)
+        want, got = (LocalRouting.build(each, experts, 4) for each in (idx, idx.cuda()))
+        assert torch.equal(got.counts_E.cpu(), want.counts_E) and torch.equal(got.position_TK.cpu(), want.position_TK)
+
+
 @pytest.mark.parametrize("ep_size", [1, 2, 4, 64])
 @pytest.mark.parametrize("overflow_dtype", [torch.bool, torch.int32], ids=str)
 def test_the_record_of_dispatches(ep_size: int, overflow_dtype: torch.dtype) -> None:
