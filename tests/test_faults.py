@@ -13,7 +13,7 @@ import torch
 import ep_comm
 from tests.harness import Caught, Died, expect_error, run_ranks
 
-GROUP_TIMEOUT = 20.0
+GROUP_TIMEOUT = 10.0
 
 
 def step_with_a_fault(
