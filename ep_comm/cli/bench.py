@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
-import typer
-
-from ..errors import ConfigError
+from .common import OptFloat, OptInt, OptPath, OptStr, on_ranks, option
 
 __all__ = ["bench"]
 
 _RUN, _SHAPES, _WHAT, _OUTPUT = "Run", "Shapes", "What is measured", "Output"
 
 
-def _option(flag: str, text: str, panel: str, **more: object) -> object:
-    return typer.Option(flag, help=text, rich_help_panel=panel, **more)
-
-
-OptPath = Optional[Path]  # noqa: UP045 - typer reads these annotations at run time, on Python 3.10 as well
-OptInt = Optional[int]  # noqa: UP045
-OptStr = Optional[str]  # noqa: UP045
-OptFloat = Optional[float]  # noqa: UP045
 _PRESET = "the preset's"
 
 
 def bench(
     ranks: Annotated[
         OptInt,
-        _option(
+        option(
             "--ranks",
             "Processes to start here, unless torchrun, mpirun or srun did.",
             _RUN,
@@ -39,47 +26,45 @@ def bench(
     ] = None,
     preset: Annotated[
         OptStr,
-        _option("--preset", "quick, anchors or full.", _RUN, show_default="a minute on GPUs, tiny on CPUs"),
+        option("--preset", "quick, anchors or full.", _RUN, show_default="a minute on GPUs, tiny on CPUs"),
     ] = None,
-    device: Annotated[str, _option("--device", "auto, cpu or cuda.", _RUN)] = "auto",
+    device: Annotated[str, option("--device", "auto, cpu or cuda.", _RUN)] = "auto",
     iterations: Annotated[
-        OptInt, _option("--iterations", "Timed calls of each operation.", _RUN, show_default=_PRESET)
+        OptInt, option("--iterations", "Timed calls of each operation.", _RUN, show_default=_PRESET)
     ] = None,
-    warmup: Annotated[OptInt, _option("--warmup", "Calls before them.", _RUN, show_default=_PRESET)] = None,
-    seed: Annotated[int, _option("--seed", "Of routing and rows.", _RUN)] = 0,
-    timeout: Annotated[float, _option("--timeout", "Seconds after which an operation is given up.", _RUN)] = 300.0,
+    warmup: Annotated[OptInt, option("--warmup", "Calls before them.", _RUN, show_default=_PRESET)] = None,
+    seed: Annotated[int, option("--seed", "Of routing and rows.", _RUN)] = 0,
+    timeout: Annotated[float, option("--timeout", "Seconds after which an operation is given up.", _RUN)] = 300.0,
     tokens: Annotated[
-        OptStr, _option("--tokens", "Tokens of a rank, as in 128,4096.", _SHAPES, show_default=_PRESET)
+        OptStr, option("--tokens", "Tokens of a rank, as in 128,4096.", _SHAPES, show_default=_PRESET)
     ] = None,
-    hidden: Annotated[OptStr, _option("--hidden", "Elements of a row.", _SHAPES, show_default=_PRESET)] = None,
-    experts: Annotated[OptStr, _option("--experts", "Experts over all ranks.", _SHAPES, show_default=_PRESET)] = None,
-    top_k: Annotated[OptInt, _option("--top-k", "Experts of a token.", _SHAPES, show_default=_PRESET)] = None,
-    routing: Annotated[OptStr, _option("--routing", "uniform, skewed.", _SHAPES, show_default=_PRESET)] = None,
-    skew: Annotated[float, _option("--skew", "Exponent of skewed routing's Zipf law.", _SHAPES)] = 1.0,
+    hidden: Annotated[OptStr, option("--hidden", "Elements of a row.", _SHAPES, show_default=_PRESET)] = None,
+    experts: Annotated[OptStr, option("--experts", "Experts over all ranks.", _SHAPES, show_default=_PRESET)] = None,
+    top_k: Annotated[OptInt, option("--top-k", "Experts of a token.", _SHAPES, show_default=_PRESET)] = None,
+    routing: Annotated[OptStr, option("--routing", "uniform, skewed.", _SHAPES, show_default=_PRESET)] = None,
+    skew: Annotated[float, option("--skew", "Exponent of skewed routing's Zipf law.", _SHAPES)] = 1.0,
     dtype: Annotated[
-        OptStr, _option("--dtype", "Rows that are copied: bf16, mxfp8, mxfp8-kept.", _WHAT, show_default=_PRESET)
+        OptStr, option("--dtype", "Rows that are copied: bf16, mxfp8, mxfp8-kept.", _WHAT, show_default=_PRESET)
     ] = None,
-    mode: Annotated[OptStr, _option("--mode", "eager, static, graph.", _WHAT, show_default=_PRESET)] = None,
+    mode: Annotated[OptStr, option("--mode", "eager, static, graph.", _WHAT, show_default=_PRESET)] = None,
     directions: Annotated[
         OptStr,
-        _option("--directions", "dispatch, combine, dispatch_backward, combine_backward.", _WHAT, show_default=_PRESET),
+        option("--directions", "dispatch, combine, dispatch_backward, combine_backward.", _WHAT, show_default=_PRESET),
     ] = None,
     num_sms: Annotated[
         OptStr,
-        _option("--num-sms", "Multiprocessors of ep_comm's kernels, as in all,24.", _WHAT, show_default=_PRESET),
+        option("--num-sms", "Multiprocessors of ep_comm's kernels, as in all,24.", _WHAT, show_default=_PRESET),
     ] = None,
-    transport: Annotated[str, _option("--transport", "Of ep_comm, as EPConfig has them, or all.", _WHAT)] = "all",
+    transport: Annotated[str, option("--transport", "Of ep_comm, as EPConfig has them, or all.", _WHAT)] = "all",
     contenders: Annotated[
-        OptStr, _option("--contenders", "Parts of names, as in symmetric,torch.", _WHAT, show_default="all")
+        OptStr, option("--contenders", "Parts of names, as in symmetric,torch.", _WHAT, show_default="all")
     ] = None,
     capacity_factor: Annotated[
         OptFloat,
-        _option("--capacity-factor", "Static buffers, times the mean load.", _WHAT, show_default="what is needed"),
+        option("--capacity-factor", "Static buffers, times the mean load.", _WHAT, show_default="what is needed"),
     ] = None,
-    json: Annotated[
-        OptPath, _option("--json", "Write the results for programs; - is standard output.", _OUTPUT)
-    ] = None,
-    plot: Annotated[OptPath, _option("--plot", "Draw the results into this picture.", _OUTPUT)] = None,
+    json: Annotated[OptPath, option("--json", "Write the results for programs; - is standard output.", _OUTPUT)] = None,
+    plot: Annotated[OptPath, option("--plot", "Draw the results into this picture.", _OUTPUT)] = None,
 ) -> int:
     """Time dispatch and combine, both passes, against the link and against what else is installed.
 
@@ -91,16 +76,10 @@ def bench(
 
     from ..bench.options import BenchOptions
     from ..bench.options import preset as preset_options
-    from ..launchers import detect_launcher
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     options = BenchOptions(**{**preset_options(preset, gpus > 0), **_parsed(given)})
-    launched = detect_launcher(os.environ)
-    if launched.launcher == "single":
-        return _on_own_ranks(options, (gpus or 2) if ranks is None else ranks)
-    if ranks is not None and ranks != launched.world_size:
-        raise ConfigError(f"--ranks {ranks}, but {launched.launcher} started {launched.world_size} ranks")
-    return _on_this_rank(options)
+    return on_ranks(ranks, device, lambda: _on_this_rank(options), before=options.check_world_size)
 
 
 def _parsed(given: dict[str, Any]) -> dict[str, Any]:
@@ -115,15 +94,6 @@ def _parsed(given: dict[str, Any]) -> dict[str, Any]:
         if name in parsed:
             parsed[name] = tuple(word.strip() for word in parsed[name].split(","))
     return parsed
-
-
-def _on_own_ranks(options: Any, ranks: int) -> int:
-    from ..launch import launch_ranks
-
-    if ranks < 1:
-        raise ConfigError(f"--ranks must be at least 1, got {ranks}")
-    options.check_world_size(ranks)
-    return _on_this_rank(options) if ranks == 1 else launch_ranks(ranks, sys.argv[1:])
 
 
 def _on_this_rank(options: Any) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
+from .common import OptInt, OptPath
 from .tune import parse_columns, reading_progress
 
 __all__ = ["trace"]
-
-OptPath = Optional[Path]  # noqa: UP045 - typer reads these annotations at run time, on Python 3.10 as well
-OptInt = Optional[int]  # noqa: UP045
 
 
 def trace(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import ConfigError
+from .common import OptFloat, OptInt, OptPath, option
 
 if TYPE_CHECKING:
     from ..tune.run import TuneRequest, TuneResult
@@ -18,72 +19,63 @@ __all__ = ["parse_columns", "reading_progress", "tune"]
 _TRACE, _TARGET, _LIMITS, _OUTPUT, _MODEL = "Trace", "Target", "Limits and costs", "Output", "Model"
 
 
-def _option(flag: str, text: str, panel: str, **more: object) -> object:
-    return typer.Option(flag, help=text, rich_help_panel=panel, **more)
-
-
-OptPath = Optional[Path]  # noqa: UP045 - typer reads these annotations at run time, on Python 3.10 as well
-OptInt = Optional[int]  # noqa: UP045
-OptFloat = Optional[float]  # noqa: UP045
-
-
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Files, folders, or the name that rank files share.")],
-    ep_size: Annotated[list[int], _option("--ep-size", "Ranks of an EP group; may be given several times.", _TARGET)],
+    ep_size: Annotated[list[int], option("--ep-size", "Ranks of an EP group; may be given several times.", _TARGET)],
     tokens_per_rank: Annotated[
-        OptInt, _option("--tokens-per-rank", "Tokens a rank dispatches at once.", _TARGET, show_default="the trace's")
+        OptInt, option("--tokens-per-rank", "Tokens a rank dispatches at once.", _TARGET, show_default="the trace's")
     ] = None,
-    hidden: Annotated[int, _option("--hidden", "Elements of a token row.", _TARGET)] = 4096,
-    alignment: Annotated[int, _option("--alignment", "Rows to which an expert's segment is padded.", _TARGET)] = 16,
-    dtype: Annotated[str, _option("--dtype", "Of the rows: bf16, fp16 or fp32.", _TARGET)] = "bf16",
+    hidden: Annotated[int, option("--hidden", "Elements of a token row.", _TARGET)] = 4096,
+    alignment: Annotated[int, option("--alignment", "Rows to which an expert's segment is padded.", _TARGET)] = 16,
+    dtype: Annotated[str, option("--dtype", "Of the rows: bf16, fp16 or fp32.", _TARGET)] = "bf16",
     placement: Annotated[
-        str, _option("--placement", "contiguous, round-robin, or a JSON file with the rank of each expert.", _TARGET)
+        str, option("--placement", "contiguous, round-robin, or a JSON file with the rank of each expert.", _TARGET)
     ] = "contiguous",
-    steps: Annotated[int, _option("--steps", "Steps of a run.", _TARGET)] = 10_000,
+    steps: Annotated[int, option("--steps", "Steps of a run.", _TARGET)] = 10_000,
     experts: Annotated[
-        OptInt, _option("--experts", "Experts of a layer.", _TARGET, show_default="from the trace")
+        OptInt, option("--experts", "Experts of a layer.", _TARGET, show_default="from the trace")
     ] = None,
-    top_k: Annotated[OptInt, _option("--top-k", "Experts a token, where the trace holds only counts.", _TARGET)] = None,
+    top_k: Annotated[OptInt, option("--top-k", "Experts a token, where the trace holds only counts.", _TARGET)] = None,
     transport: Annotated[
-        str, _option("--transport", "auto, collective, hierarchical tune pair_rows too; symmetric has none.", _TARGET)
+        str, option("--transport", "auto, collective, hierarchical tune pair_rows too; symmetric has none.", _TARGET)
     ] = "auto",
     max_memory: Annotated[
-        OptFloat, _option("--max-memory", "GiB a rank for the buffers of all layers.", _LIMITS)
+        OptFloat, option("--max-memory", "GiB a rank for the buffers of all layers.", _LIMITS)
     ] = None,
     replays_per_1000: Annotated[
-        OptFloat, _option("--replays-per-1000", "Most replays in a thousand steps.", _LIMITS)
+        OptFloat, option("--replays-per-1000", "Most replays in a thousand steps.", _LIMITS)
     ] = None,
-    step_ms: Annotated[float, _option("--step-ms", "Time of a training step.", _LIMITS)] = 1000.0,
+    step_ms: Annotated[float, option("--step-ms", "Time of a training step.", _LIMITS)] = 1000.0,
     replay_ms: Annotated[
-        OptFloat, _option("--replay-ms", "What a replay adds.", _LIMITS, show_default="--step-ms")
+        OptFloat, option("--replay-ms", "What a replay adds.", _LIMITS, show_default="--step-ms")
     ] = None,
     memory_gbps: Annotated[
-        float, _option("--memory-gbps", "Memory bandwidth in GB/s: what padding rows cost.", _LIMITS)
+        float, option("--memory-gbps", "Memory bandwidth in GB/s: what padding rows cost.", _LIMITS)
     ] = 3000.0,
     link_gbps: Annotated[
-        float, _option("--link-gbps", "Bandwidth between ranks in GB/s: what unused pair rows cost.", _LIMITS)
+        float, option("--link-gbps", "Bandwidth between ranks in GB/s: what unused pair rows cost.", _LIMITS)
     ] = 50.0,
-    headroom: Annotated[float, _option("--headroom", "Of StepRunner, for forecasts with growth.", _LIMITS)] = 0.1,
+    headroom: Annotated[float, option("--headroom", "Of StepRunner, for forecasts with growth.", _LIMITS)] = 0.1,
     keep: Annotated[
-        list[str], _option("--keep", "Use data with this problem all the same; see ep-comm trace.", _TRACE)
+        list[str], option("--keep", "Use data with this problem all the same; see ep-comm trace.", _TRACE)
     ] = [],  # noqa: B006
-    column: Annotated[list[str], _option("--column", "Another name of a field, OURS=THEIRS.", _TRACE)] = [],  # noqa: B006
+    column: Annotated[list[str], option("--column", "Another name of a field, OURS=THEIRS.", _TRACE)] = [],  # noqa: B006
     document_tokens: Annotated[
-        int, _option("--document-tokens", "Tokens of a document, for counts of whole corpora.", _MODEL)
+        int, option("--document-tokens", "Tokens of a document, for counts of whole corpora.", _MODEL)
     ] = 2048,
     concentration: Annotated[
-        OptFloat, _option("--concentration", "How alike documents of a corpus are.", _MODEL, show_default="estimated")
+        OptFloat, option("--concentration", "How alike documents of a corpus are.", _MODEL, show_default="estimated")
     ] = None,
     holdout_share: Annotated[
-        float, _option("--fit-share", "Part of the steps that the hold-out check fits.", _MODEL)
+        float, option("--fit-share", "Part of the steps that the hold-out check fits.", _MODEL)
     ] = 0.5,
-    seed: Annotated[int, _option("--seed", "Of bootstrap and simulation.", _MODEL)] = 0,
+    seed: Annotated[int, option("--seed", "Of bootstrap and simulation.", _MODEL)] = 0,
     budget: Annotated[
-        OptPath, _option("--budget", "Write the budgets here, for ep-comm train --budget and EPConfig.", _OUTPUT)
+        OptPath, option("--budget", "Write the budgets here, for ep-comm train --budget and EPConfig.", _OUTPUT)
     ] = None,
-    html: Annotated[OptPath, _option("--html", "Write a report with plots here.", _OUTPUT)] = None,
+    html: Annotated[OptPath, option("--html", "Write a report with plots here.", _OUTPUT)] = None,
     json: Annotated[
-        OptPath, _option("--json", "Write the whole answer for programs; - is standard output.", _OUTPUT)
+        OptPath, option("--json", "Write the whole answer for programs; - is standard output.", _OUTPUT)
     ] = None,
 ) -> int:
     """Recommend the receive budget of every layer from routing traces, with its risk.
