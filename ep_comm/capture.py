@@ -98,7 +98,8 @@ class CapturedStep:
 
         Args:
             batch: of the structure and shapes that were captured.
-            keep_batch: copy the batch, so that it can run again later, whatever the caller does to it.
+            keep_batch: copy the batch on the device, so that it can run again later. From pinned host memory the
+                copy is not waited for.
         """
         for static, given in zip(_tensors(self.batch), _tensors(batch), strict=True):
             static.copy_(given, non_blocking=True)
@@ -210,6 +211,7 @@ class GraphCache:
                 return self._give_up(error)
             self._graphs[key] = captured
             if len(self._graphs) > self._max_graphs:
+                torch.cuda.synchronize()  # it may have been launched and not finished
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return captured

@@ -105,6 +105,7 @@ def refuse_state_dict(
                 f"StepRunner on every rank first"
             )
 
-    model.register_state_dict_pre_hook(refuse)
+    for module in model.modules():  # of a wrapped model only the inner one may be saved
+        module.register_state_dict_pre_hook(refuse)
     for optimizer in optimizers:
         optimizer.register_state_dict_pre_hook(refuse)

@@ -65,11 +65,11 @@ def init_distributed(
 ) -> Env:
     """Initialise torch.distributed for whichever launcher started this process.
 
-    torchrun, plain RANK/WORLD_SIZE variables, Open MPI, MPICH (PMI), Slurm and a single process are told
-    apart by their environment variables, in this order. Under MPI without ``MASTER_ADDR`` and
-    ``MASTER_PORT`` the ranks find each other through mpi4py. All ranks agree on the backend: nccl if every
-    rank has a GPU of its own, else gloo. Calling it again returns the same :class:`Env`. The process group is
-    destroyed at interpreter exit, or by :func:`shutdown`.
+    torchrun, Open MPI, MPICH (PMI), Slurm, plain RANK/WORLD_SIZE variables and a single process are told
+    apart by their environment variables, in this order; plain variables that contradict MPI's or Slurm's are an
+    error. Under MPI without ``MASTER_ADDR`` and ``MASTER_PORT`` the ranks find each other through mpi4py. All ranks
+    agree on the backend: nccl if every rank has a GPU of its own, else gloo. Calling it again returns the same
+    :class:`Env`. The process group is destroyed at interpreter exit, or by :func:`shutdown`.
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or any other torch.distributed backend; ``None`` chooses.
@@ -84,7 +84,10 @@ def init_distributed(
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise ConfigError(f"timeout must be above 0, got {timeout}")
-    device = None if device is None else torch.device(device)
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device must be 'cpu', 'cuda' or a numbered GPU such as 'cuda:1', got {device!r}") from None
     if dist.is_initialized():
         return _existing_env(backend, device)
     info = detect_launcher(os.environ, launcher)

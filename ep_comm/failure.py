@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from .errors import ConfigError, PeerLostError
+from .errors import ConfigError, EPError, PeerLostError
 from .unblock import break_connections
 from .watcher import Record, Watcher
 
@@ -39,7 +39,8 @@ log = logging.getLogger("ep_comm")
 
 _GRACE_SECONDS = 3.0
 _LAST_RESORT_SECONDS = 15.0
-_BACKEND_WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting", "Broken pipe")
+# What gloo and NCCL really print: a user's own error may well mention them.
+_BACKEND_WORDS = ("gloo/transport/", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer")
 
 
 @dataclass
@@ -228,6 +229,8 @@ def _mark(error: BaseException) -> BaseException:
 def _is_communication_error(error: BaseException) -> bool:
     if isinstance(error, (PeerLostError, dist.DistError)):
         return True
+    if isinstance(error, EPError):
+        return False
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _BACKEND_WORDS)
 
 

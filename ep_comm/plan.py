@@ -281,7 +281,7 @@ def make_plan(
     experts_per_rank = num_experts // ep_size
 
     offsets_PL1 = segment_offsets(counts_PE.sum(0).view(ep_size, experts_per_rank), alignment)
-    required_P = offsets_PL1[:, -1]
+    required_P = offsets_PL1[:, -1].contiguous()
     budget_P = header_PX[:, Word.BUDGET_ROWS].long()
     overflow = (required_P > budget_P).any()
     if pair_limit is not None:

@@ -57,8 +57,9 @@ class StepRunner:
             steps later, so that the GPU never waits for the host: steps that run as CUDA graphs with the
             optimizer inside are launched one behind the other, and where one does not fit, it and those
             behind it change nothing and are run again in order. Until :meth:`flush`, parameters and
-            returned values may be behind; everything that a step changes must happen inside ``step_fn``. Steps that
-            do not run as such graphs (on a CPU, all) are checked every step.
+            returned values may be behind; everything that a step changes must happen inside ``step_fn``, and batches
+            must have the same structure, shapes and dtypes on all ranks in every step, so that all ranks find a
+            graph for it or none does. Steps that do not run as such graphs (on a CPU, all) are checked every step.
         headroom: how much more than required a grown budget holds, 0.1 = 10 %.
         extra_state: further things a step changes: tensors, generators, or objects with ``state_dict`` and
             ``load_state_dict``.
@@ -85,6 +86,8 @@ class StepRunner:
             raise ConfigError("capture='always' needs a CUDA GPU, and torch sees none; use 'auto' or 'never'")
         if check not in ("every_step", "deferred"):
             raise ConfigError(f"check must be 'every_step' or 'deferred', got {check!r}")
+        if not callable(step_fn):
+            raise ConfigError(f"step_fn must be callable, got {type(step_fn).__name__}")
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0.0 <= headroom <= 10.0:
             raise ConfigError(f"headroom must be from 0 to 10 (0.1 is 10 % more than required), got {headroom!r}")
         if not isinstance(model, nn.Module):
@@ -177,6 +180,9 @@ class StepRunner:
         """
         if not isinstance(state, dict) or not {"steps", "replays", "layers"} <= state.keys():
             raise ConfigError("state must be what StepRunner.state_dict() returned, with steps, replays and layers")
+        counts = state["steps"], state["replays"]
+        if not all(isinstance(count, int) for count in counts) or not isinstance(state["layers"], dict):
+            raise ConfigError("state must hold whole numbers of steps and replays, and a dictionary of layers")
         self.flush()
         self._layers.load_state_dict(state["layers"])
         self.steps, self.replays = state["steps"], state["replays"]
@@ -276,7 +282,7 @@ class StepRunner:
         rng = rng_state()
         with self._undoing(first.before):
             self._layers.raise_failure(verdict)
-            with first.settings.in_force():
+            with first.settings.in_force(), failing_fast(f"step {self.steps}", group=self._group):
                 result, verdict = self._replay(first.launched.batch, verdict, first.before)
                 self._commit(first.launched.batch, verdict, updated=False)
         first.deliver(result)

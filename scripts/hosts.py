@@ -129,7 +129,14 @@ class Hosts:
     # ---- life -----------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Make the hosts. If that fails, nothing of them is left."""
+        """Make the hosts. If that fails, nothing of them is left.
+
+        Raises:
+            HostsError: there are hosts of this name already; they stay.
+        """
+        taken = {self.switch, *map(self.host, self.numbers)} & set(namespaces())
+        if taken or any((Path("/etc/netns") / self.host(number)).exists() for number in self.numbers):
+            raise HostsError(f"hosts of the name {self.name} exist already: take them down, or use another name")
         try:
             _ip("netns", "add", self.switch)
             _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import ep_comm
-from ep_comm import failing_fast
+from ep_comm import ConfigError, PeerLostError, failing_fast
+from ep_comm.failure import _is_communication_error
 from tests.harness import Caught, Died, expect_error, run_ranks
 from tests.test_distributed import environment, free_port
 
@@ -181,6 +182,20 @@ def test_a_rank_that_does_not_come_is_said_to_be_alive(scenes: dict[str, list[An
     for rank in (0, 2):
         assert results[rank].type == "PeerLostError"
         assert f"every rank is alive, but not in step 5: rank 1 on {HOST} in step 4" in results[rank].message
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (RuntimeError("dataset 'gloo_mitten.json' not found"), False),
+        (ConfigError("transport='symmetric' cannot serve this group: NCCL_P2P_DISABLE is set"), False),
+        (OSError("Broken pipe"), False),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (PeerLostError("rank 3 was lost"), True),
+    ],
+)
+def test_a_users_own_error_is_not_taken_for_a_lost_peer(error: Exception, ours: bool) -> None:
+    assert _is_communication_error(error) is ours
 
 
 def test_a_killed_rank_is_named(scenes: dict[str, list[Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from ..errors import ConfigError
-from .common import OptFloat, OptInt, OptPath, on_ranks, option
+from .common import OptFloat, OptInt, OptPath, check_folder, on_ranks, option
 
 __all__ = ["check"]
 
@@ -65,6 +65,7 @@ def check(
     from ..check import CheckOptions
 
     effort = "quick" if quick else "full" if full else "default"
+    check_folder("--json", json)
     options = CheckOptions(effort, seconds, timeout, transport, capture, json)
     return on_ranks(ranks, device, lambda: _on_this_rank(options, device))
 
@@ -73,6 +74,9 @@ def _print_model(local_speed: float | None, network_speed: float | None) -> int:
     from ..time_model import Links, markdown_table
 
     given = {"local": local_speed, "network": network_speed}
+    for name, value in given.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name}-speed must be above 0 and finite, in GB/s, got {value}")
     print(markdown_table(Links(**{name: value for name, value in given.items() if value is not None})))
     return 0
 

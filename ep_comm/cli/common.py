@@ -12,7 +12,7 @@ import typer
 
 from ..errors import ConfigError
 
-__all__ = ["OptFloat", "OptInt", "OptPath", "OptStr", "on_ranks", "option"]
+__all__ = ["OptFloat", "OptInt", "OptPath", "OptStr", "check_folder", "on_ranks", "option"]
 
 OptPath = Optional[Path]  # noqa: UP045 - typer reads these annotations at run time, on Python 3.10 as well
 OptInt = Optional[int]  # noqa: UP045
@@ -23,6 +23,16 @@ OptFloat = Optional[float]  # noqa: UP045
 def option(flag: str, text: str, panel: str, **more: object) -> object:
     """An option under a heading of ``--help``."""
     return typer.Option(flag, help=text, rich_help_panel=panel, **more)
+
+
+def check_folder(flag: str, path: Path | None) -> None:
+    """Before work is done whose result could not be written.
+
+    Raises:
+        ConfigError: the folder of the file does not exist.
+    """
+    if path is not None and str(path) != "-" and not path.expanduser().resolve().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: the folder {path.parent} does not exist")
 
 
 def on_ranks(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigError
-from .common import OptFloat, OptInt, OptPath, option
+from .common import OptFloat, OptInt, OptPath, check_folder, option
 
 if TYPE_CHECKING:
     from ..tune.run import TuneRequest, TuneResult
@@ -90,6 +90,8 @@ def tune(
         raise ConfigError(f"--transport must be auto, collective, symmetric or hierarchical, got {transport!r}")
     if budget is not None and len(ep_size) > 1:
         raise ConfigError(f"--budget holds the budgets of one --ep-size, got {len(ep_size)}")
+    for flag, path in (("--budget", budget), ("--html", html), ("--json", json)):
+        check_folder(flag, path)
     targets = [
         Target(each, tokens_per_rank, hidden, alignment, dtype, placement, steps, experts, top_k) for each in ep_size
     ]

@@ -20,7 +20,7 @@ from ..mxfp8 import MXFP8Tensor
 from ..status import HEADER_WORDS
 from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
 from .sources import SCALE_FLOOR
-from .window import WindowLayout
+from .window import MIN_SHARED_BYTES, WindowLayout
 
 __all__ = [
     "GatherTuning",
@@ -37,7 +37,7 @@ _PLAN_WARPS = 8
 _PLAN_ITEMS_PER_WARP = (128, 256, 512)
 _PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
 _FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
-_SHARED_BYTES = 216 * 1024  # dynamic shared memory of a block, with room for the static part
+_SHARED_BYTES = MIN_SHARED_BYTES - 4 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
 @dataclass

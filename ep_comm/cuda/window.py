@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from ..config import round_up
 from ..status import HEADER_WORDS
 
-__all__ = ["MAX_RANKS", "MAX_SEGMENTS", "MAX_TOP_K", "STATE_WORDS", "WindowLayout"]
+__all__ = ["MAX_RANKS", "MAX_SEGMENTS", "MAX_TOP_K", "MIN_SHARED_BYTES", "STATE_WORDS", "WindowLayout"]
 
 MAX_RANKS = 64  # as in common.cuh
 MAX_SEGMENTS = 16
 MAX_TOP_K = 32  # a lane of a warp holds a slot
+MIN_SHARED_BYTES = 220 * 1024  # of a block, for the largest kernel
 STATE_WORDS = 8
 _CONTROL_BYTES = 512
 _ALIGNMENT = 256

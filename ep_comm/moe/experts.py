@@ -75,9 +75,7 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(
             torch.empty(num_local_experts, hidden_size, 2 * ffn_size, dtype=dtype, device=device)
         )
-        self.down_proj = nn.Parameter(
-            torch.empty(num_local_experts, ffn_size, hidden_size, dtype=dtype, device=device)
-        )
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, ffn_size, hidden_size, dtype=dtype, device=device))
         check_row_bytes(self.gate_up_proj.dtype, hidden_size=hidden_size, ffn_size=ffn_size)
         self._mark()
         self.reset_parameters()
@@ -88,9 +86,7 @@ class GroupedExperts(nn.Module):
         if self.gate_up_proj.is_meta:
             return
         for local in range(self.num_local_experts):
-            generator = seeded_generator(
-                self.seed, f"expert {self.first_expert + local}", self.gate_up_proj.device
-            )
+            generator = seeded_generator(self.seed, f"expert {self.first_expert + local}", self.gate_up_proj.device)
             uniform_fan_in_(self.gate_up_proj[local], self.hidden_size, generator)
             uniform_fan_in_(self.down_proj[local], self.ffn_size, generator)
 

@@ -155,8 +155,7 @@ class MoELayer(nn.Module):
         rank, weight = self.dispatcher.rank, self.experts.gate_up_proj
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ArgumentError(
-                f"rank {rank}: x must have the shape [..., hidden_size={self.hidden_size}], "
-                f"got {list(x.shape)}"
+                f"rank {rank}: x must have the shape [..., hidden_size={self.hidden_size}], got {list(x.shape)}"
             )
         if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise ArgumentError(
@@ -165,8 +164,7 @@ class MoELayer(nn.Module):
             )
         if token_mask is not None and token_mask.shape != x.shape[:-1]:
             raise ArgumentError(
-                f"rank {rank}: token_mask must have the shape {list(x.shape[:-1])}, "
-                f"got {list(token_mask.shape)}"
+                f"rank {rank}: token_mask must have the shape {list(x.shape[:-1])}, got {list(token_mask.shape)}"
             )
 
 
@@ -181,6 +179,5 @@ def _check_config(config: EPConfig, **arguments: int) -> None:
             )
     if config.recv_format != "bf16":
         raise ConfigError(
-            f"config.recv_format must be 'bf16' for MoELayer, whose experts take plain rows, got "
-            f"{config.recv_format!r}"
+            f"config.recv_format must be 'bf16' for MoELayer, whose experts take plain rows, got {config.recv_format!r}"
         )

@@ -138,12 +138,8 @@ class TopKRouter(nn.Module):
             torch.zeros(num_experts, dtype=torch.int64, device=device),
             persistent=False,
         )
-        self.register_buffer(
-            "aux_loss", torch.zeros((), dtype=torch.float32, device=device), persistent=False
-        )
-        self.register_buffer(
-            "aux_loss_scale", torch.ones((), dtype=torch.float32, device=device), persistent=False
-        )
+        self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer("aux_loss_scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -151,9 +147,7 @@ class TopKRouter(nn.Module):
         """Fill the weight from ``seed`` and put the buffers back to their start. Does nothing on ``meta``."""
         if self.weight.is_meta:
             return
-        uniform_fan_in_(
-            self.weight, self.hidden_size, seeded_generator(self.seed, "router", self.weight.device)
-        )
+        uniform_fan_in_(self.weight, self.hidden_size, seeded_generator(self.seed, "router", self.weight.device))
         self.expert_bias.zero_()
         self.tokens_per_expert.zero_()
         self.aux_loss.zero_()
@@ -280,15 +274,11 @@ class _AddLossGradient(torch.autograd.Function):
     """Hands ``values`` through; in the backward pass ``loss`` receives the gradient 1."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, values: torch.Tensor, loss: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         return values.view_as(values)
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, torch.ones((), dtype=torch.float32, device=grad.device)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..config import EPConfig
 from ..cuda.kernels import cuda_kernels_problem
-from ..cuda.window import MAX_RANKS, MAX_TOP_K
+from ..cuda.window import MAX_RANKS, MAX_TOP_K, MIN_SHARED_BYTES
 from ..errors import ConfigError
 from .base import Transport
 from .collective import CollectiveTransport
@@ -67,6 +67,10 @@ def _local_problem(config: EPConfig, ep_size: int, device: torch.device) -> str 
         return cuda_kernels_problem()
     if torch.cuda.get_device_capability(device) < (9, 0):
         return f"compute capability {torch.cuda.get_device_capability(device)}, 9.0 or higher is needed"
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    if shared < MIN_SHARED_BYTES:
+        return f"a block of {properties.name} has {shared} bytes of shared memory, {MIN_SHARED_BYTES} are needed"
     if os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"):
         return "NCCL_P2P_DISABLE is set"
     if ep_size > MAX_RANKS:
