@@ -14,8 +14,8 @@ from ep_comm.time_model import Links, Workload, markdown_table, predict, reach
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "time_model.md").read_text(encoding="utf-8")
 
 # ep-comm check on four H200 of one host, 2026-11-29, and ep-comm bench for the collective transport there; speeds of
-# links as it measured them. "2 hosts": NCCL_HOSTID made two hosts of two, so that NCCL went through sockets, whose speed
-# (1.44) is fitted to the first of these eight figures.
+# links as it measured them. "2 hosts": NCCL_HOSTID made two hosts of two, so that NCCL went through sockets; their
+# speed (1.44) is fitted to the first of these eight figures.
 FOUR = {
     "1 host, symmetric": (Workload(4, 4), Links(local=356), "symmetric", ((580, 528), (385, 528))),
     "1 host, collective": (
