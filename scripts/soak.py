@@ -44,9 +44,10 @@ PASSED_ON = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TMP
 
 def launchers() -> dict[str, str]:
     """Every way to start two ranks; the value says why it cannot be used here, if so."""
-    mpi = shutil.which("mpirun", path=_path()) is not None and importlib.util.find_spec("mpi4py") is not None
-    no_mpi = "" if mpi else "needs mpirun and mpi4py"
-    return {"own": "", "torchrun": "", "mpirun": no_mpi, "hosts": no_mpi or hosts_script.why_not()}
+    program = shutil.which("mpirun", path=_path())
+    no_mpi = "" if program and importlib.util.find_spec("mpi4py") else "needs mpirun and mpi4py"
+    no_hosts = "needs an mpirun in a folder without spaces" if " " in (program or "") else hosts_script.why_not()
+    return {"own": "", "torchrun": "", "mpirun": no_mpi, "hosts": no_mpi or no_hosts}
 
 
 def run_once(launcher: str, environment: dict[str, str], timeout: float) -> tuple[int | None, str, list[str]]:

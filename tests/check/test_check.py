@@ -222,7 +222,7 @@ def test_expected_times_need_no_ranks(capsys: pytest.CaptureFixture[str]) -> Non
         (["--timeout", "0"], "timeout must be above 0"),
         (["--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--model", "--network-speed", "-1"], "network must be a number above 0"),
+        (["--model", "--network-speed", "-1"], "--network-speed must be above 0 and finite, in GB/s, got -1.0"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,10 +42,13 @@ script = load_script("hosts")
 NO_HOSTS = script.why_not()
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 START_SECONDS = float(os.environ.get("EP_COMM_TEST_START_SECONDS", "90"))  # a busy machine needs more
-MPI = shutil.which("mpirun", path=PATH) is not None and importlib.util.find_spec("mpi4py") is not None
+_MPIRUN = shutil.which("mpirun", path=PATH)
+MPI = _MPIRUN is not None and " " not in _MPIRUN and importlib.util.find_spec("mpi4py") is not None
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "hosts can be made")]
-needs_mpi = pytest.mark.skipif(not MPI, reason="needs mpirun and mpi4py: pip install 'ep-comm[mpi]'")
+needs_mpi = pytest.mark.skipif(
+    not MPI, reason="needs mpi4py, and mpirun in a folder without spaces: pip install 'ep-comm[mpi]'"
+)
 
 
 @pytest.fixture
