@@ -298,7 +298,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--ep-size", "2", "--step-ms", "0"], "--step-ms must be above 0"),
         (["--ep-size", "2", "--fit-share", "2"], "must be from 0.1"),
         (["--ep-size", "1", "--ep-size", "2", "--budget", "x.json"], "one --ep-size"),
-        (["--ep-size", "2", "--budget", "/nowhere/b.json"], "--budget /nowhere/b.json: the folder /nowhere does not exist"),
+        (["--ep-size", "2", "--budget", "/nowhere/b.json"], "b.json: the folder /nowhere does not exist"),
     ],
 )
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
