@@ -24,9 +24,7 @@ def random_rows(rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def loop_over_experts(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, offsets: list[int]
-) -> torch.Tensor:
+def loop_over_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, offsets: list[int]) -> torch.Tensor:
     parts = []
     for e in range(gate_up.shape[0]):
         rows = x[offsets[e] : offsets[e + 1]]
@@ -52,9 +50,7 @@ def run(
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_against_a_loop_in_float64(dtype: torch.dtype, tolerance: float) -> None:
     experts = make(dtype)
     x, grad = random_rows(USED, 16).to(dtype), random_rows(USED, 16, seed=1).to(dtype)
@@ -173,10 +169,7 @@ def test_shared_expert() -> None:
     x, grad = random_rows(6, 16).requires_grad_(), random_rows(6, 16, seed=1)
     y = shared(x.view(2, 3, 16)).view(6, 16)
     y.backward(grad)
-    leaves = [
-        t.detach().double().requires_grad_()
-        for t in (x, shared.gate_up_proj.T[None], shared.down_proj.T[None])
-    ]
+    leaves = [t.detach().double().requires_grad_() for t in (x, shared.gate_up_proj.T[None], shared.down_proj.T[None])]
     reference = loop_over_experts(*leaves, [0, 6])
     reference.backward(grad.double())
     pairs = [

@@ -22,9 +22,7 @@ DEVICE = "cuda"
 
 def make_layer(mode: str, device: str = DEVICE) -> MoELayer:
     budget = {"budget_rows": 1024} if mode == "static" else {}
-    config = ep_comm.EPConfig(
-        num_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=TOKENS, mode=mode, **budget
-    )
+    config = ep_comm.EPConfig(num_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=TOKENS, mode=mode, **budget)
     options = {"aux_loss_coeff": 0.1, "bias_update_rate": 0.01, "shared_ffn_size": 64}
     # Built on the CPU: random numbers of CPU and GPU differ.
     return MoELayer(H, FFN, E, K, config, seed=3, dtype=torch.bfloat16, **options).to(device)

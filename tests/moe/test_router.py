@@ -206,9 +206,7 @@ def test_update_bias_is_exact_for_huge_loads() -> None:
 def sum_loads_over_ranks(rank: int, world_size: int) -> tuple[list[float], list[float], list[float]]:
     import torch.distributed as dist
 
-    model = torch.nn.ModuleList(
-        [TopKRouter(8, 2, 1, seed=0, bias_update_rate=rate) for rate in (0.5, 0.0, 0.25)]
-    )
+    model = torch.nn.ModuleList([TopKRouter(8, 2, 1, seed=0, bias_update_rate=rate) for rate in (0.5, 0.0, 0.25)])
     # Alone, rank 0 would push both biases one way and rank 1 the other.
     for router in model:
         router.tokens_per_expert.copy_(torch.tensor([3, 0] if rank == 0 else [0, 9]))

@@ -52,9 +52,7 @@ def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
 def train(rank: int, world_size: int, mode: str, recompute: bool) -> dict[str, Any]:
     """A few steps of two micro-batches; returns all state and how often a step was replayed."""
     torch.manual_seed(5 + rank)
-    model = Model(
-        mode, recompute, score="sigmoid", bias_update_rate=0.02, aux_loss_coeff=0.05, shared_ffn_size=8
-    )
+    model = Model(mode, recompute, score="sigmoid", bias_update_rate=0.02, aux_loss_coeff=0.05, shared_ffn_size=8)
     replicated = [p for p in model.parameters() if not getattr(p, "ep_expert", False)]
 
     def step_fn(batch: list[torch.Tensor]) -> torch.Tensor:
