@@ -23,6 +23,9 @@ from .errors import ConfigError
 __all__ = ["SavedState", "StateSnapshot", "rng_state", "set_rng_state"]
 
 
+_MAX_SHOWN = 60  # letters of a value in a message
+
+
 @dataclass(frozen=True)
 class _Buffer:
     """A buffer's place, the tensor that was there (or None), and its values."""
@@ -60,19 +63,22 @@ class StateSnapshot:
         extra_state: tensors, generators, or objects with ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        ConfigError: an entry of ``extra_state`` is something else.
+        ConfigError: ``extra_state`` is no iterable, or an entry is something else.
     """
 
     def __init__(self, model: nn.Module, stepped: Iterable[Tensor] = (), extra_state: Iterable[Any] = ()) -> None:
         self._model = model
         self._stepped = {id(parameter) for parameter in stepped}
-        self._extra = list(extra_state)
-        for item in self._extra:
-            if not (isinstance(item, (Tensor, torch.Generator)) or hasattr(item, "load_state_dict")):
-                raise ConfigError(
-                    "extra_state: every entry must be a tensor, a torch.Generator, or have state_dict() and "
-                    f"load_state_dict(), got {type(item).__name__}"
-                )
+        allowed = "tensors, torch.Generators, or objects with state_dict() and load_state_dict()"
+        try:
+            self._extra = list(extra_state)
+        except TypeError as error:
+            raise ConfigError(
+                f"extra_state must be a list or another iterable of {allowed}, got {_shown(extra_state)}"
+            ) from error
+        for place, item in enumerate(self._extra):
+            if not (isinstance(item, (Tensor, torch.Generator)) or _has_state(item)):
+                raise ConfigError(f"extra_state must hold {allowed}, got {_shown(item)} at place {place}")
 
     @torch.no_grad()
     def take(self, leaves: Iterable[Tensor] = ()) -> SavedState:
@@ -116,6 +122,17 @@ class StateSnapshot:
             else:
                 item.load_state_dict(copy.deepcopy(saved))
         set_rng_state(state.rng)
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; of what prints at length only the type."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text} of type {kind}" if len(text) <= _MAX_SHOWN and "\n" not in text else f"a value of type {kind}"
 
 
 def _saved(item: Any) -> Any:
