@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .handle import DispatchHandle
-from .status import DTYPES, Fault, FaultCode, device_values, dtype_value
+from .status import ANY_FLOAT, DTYPES, Fault, FaultCode, device_values, dtype_value, shape_values
 
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["check_combine", "check_dispatch"]
+__all__ = ["check_combine", "check_dispatch", "check_layer_input"]
 
 
 def check_dispatch(dispatcher: Dispatcher, tokens: Any, topk_idx: Any, topk_weights: Any) -> Fault | None:
@@ -55,6 +55,41 @@ def check_combine(dispatcher: Dispatcher, expert_output: Any, handle: Any) -> Fa
         return Fault(FaultCode.OUTPUT_DTYPE, (dtype_value(expert_output.dtype),))
     if expert_output.device != dispatcher.device:
         return Fault(FaultCode.OUTPUT_DEVICE, _devices(expert_output, dispatcher.device))
+    return None
+
+
+def check_layer_input(
+    dispatcher: Dispatcher, x: Any, token_mask: Any, *, dtype: torch.dtype, autocast: bool
+) -> Fault | None:
+    """The first thing that is wrong with the arguments of an MoE layer.
+
+    Args:
+        dtype: of the experts.
+        autocast: every floating dtype of ``x`` will do.
+    """
+    if not _is_dense(x):
+        return Fault(FaultCode.X_TYPE, detail=_kind(x))
+    if x.dim() == 0 or x.shape[-1] != dispatcher.config.hidden_size:
+        return Fault(FaultCode.X_SHAPE, shape_values(tuple(x.shape)))
+    if not x.is_floating_point() if autocast else x.dtype != dtype:
+        return Fault(FaultCode.X_DTYPE, (dtype_value(x.dtype), ANY_FLOAT if autocast else dtype_value(dtype)))
+    if not _device_fits(dispatcher, x):
+        return Fault(FaultCode.X_DEVICE, _devices(x, dispatcher.device))
+    if token_mask is None:
+        return None
+    if not _is_dense(token_mask):
+        return Fault(FaultCode.MASK_TYPE, detail=_kind(token_mask))
+    if token_mask.shape != x.shape[:-1]:
+        got, allowed = list(token_mask.shape), list(x.shape[:-1])
+        values = (-1, len(allowed), len(got))
+        if len(got) == len(allowed):
+            where = next(i for i, size in enumerate(allowed) if got[i] != size)
+            values = (where, allowed[where], got[where])
+        return Fault(FaultCode.MASK_SHAPE, values, f"must be {allowed}, got {got}")
+    if token_mask.dtype != torch.bool:
+        return Fault(FaultCode.MASK_DTYPE, (dtype_value(token_mask.dtype),))
+    if token_mask.device != x.device:
+        return Fault(FaultCode.MASK_DEVICE, _devices(token_mask, x.device))
     return None
 
 

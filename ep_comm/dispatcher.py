@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, NoReturn
 from weakref import WeakValueDictionary
 
@@ -24,7 +25,7 @@ from .handle import Dispatched, DispatchHandle
 from .ledger import Demand, DispatchRecord, StepLedger, current_ledger, note_dispatch
 from .mxfp8 import MXFP8Tensor
 from .plan import RoutingPlan, Sizing
-from .status import Fault, FaultCode, Operation, error_from_words
+from .status import Fault, FaultCode, Operation, error_from_words, name_values
 from .transport import Transport, open_transport
 from .transport.base import RowFormat
 
@@ -126,15 +127,26 @@ class Dispatcher:
         fault = check_dispatch(self, tokens, topk_idx, topk_weights)
         return self._dispatch(tokens, topk_idx, topk_weights, fault)
 
-    def refuse(self, reason: str) -> NoReturn:
+    def refuse(self, reason: str | Fault | Exception) -> NoReturn:
         """Instead of a dispatch that the other ranks make: tell them that this rank cannot, and raise.
 
         For code around the dispatcher that finds its own input wrong, on one rank perhaps. The others raise, too.
 
+        Args:
+            reason: what is wrong. The others read a fault as this rank does, of an exception its name, of a string
+                nothing.
+
         Raises:
-            ArgumentError: with ``reason``.
+            ArgumentError: with ``reason``, if it is a string or a fault.
+            Exception: ``reason``, if it is an exception.
         """
-        self._dispatch(None, None, None, Fault(FaultCode.REFUSED, detail=reason))
+        if isinstance(reason, Exception):
+            # Whatever goes wrong while telling is a consequence at most: the caller has to see the cause.
+            with suppress(Exception):
+                self._dispatch(None, None, None, Fault(FaultCode.FAILED, name_values(type(reason).__name__)))
+            raise reason
+        fault = reason if isinstance(reason, Fault) else Fault(FaultCode.REFUSED, detail=reason)
+        self._dispatch(None, None, None, fault)
         raise AssertionError("a fault always raises")
 
     def _dispatch(self, tokens: Any, topk_idx: Any, topk_weights: Any, fault: Fault | None) -> Dispatched:

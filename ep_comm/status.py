@@ -18,6 +18,8 @@ Words of a message, all int32:
 
 from __future__ import annotations
 
+import string
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -27,6 +29,7 @@ from .config import EPConfig
 from .errors import ArgumentError, ClosedError, EPError, HandleError, RoutingError
 
 __all__ = [
+    "ANY_FLOAT",
     "DTYPES",
     "FAULT_VALUES",
     "HEADER_WORDS",
@@ -37,6 +40,8 @@ __all__ = [
     "device_values",
     "dtype_value",
     "error_from_words",
+    "name_values",
+    "shape_values",
 ]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,6 +49,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _ALLOWED = "torch.bfloat16, torch.float16 or torch.float32"
 FAULT_VALUES = 4
+_FOUR_INTS = f">{FAULT_VALUES}i"
+_LETTERS = string.ascii_letters + string.digits + "_"
+_MAX_LETTERS = 32 * FAULT_VALUES // 6
+ANY_FLOAT = -1  # in place of the dtype that is allowed
 
 # Every dtype and kind of device by a number, so that all ranks can name what one of them got.
 _NAMED_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
@@ -59,6 +68,27 @@ def device_values(device: torch.device) -> tuple[int, int]:
     """The numbers that stand for a device in a fault's values: kind and index."""
     kind = _DEVICE_TYPES.index(device.type) if device.type in _DEVICE_TYPES else -1
     return kind, -1 if device.index is None else device.index
+
+
+def shape_values(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Number of dimensions and the last sizes, as a fault of a ``[..., H]`` argument carries them."""
+    return (len(shape), *shape[1 - FAULT_VALUES :])
+
+
+def name_values(name: str) -> tuple[int, ...]:
+    """The first 21 characters of an identifier, as a fault's values carry them: six bits each."""
+    number = 0
+    for letter in reversed(name[:_MAX_LETTERS]):
+        number = number << 6 | _LETTERS.index(letter if letter in _LETTERS else "_") + 1
+    return struct.unpack(_FOUR_INTS, number.to_bytes(4 * FAULT_VALUES, "big"))
+
+
+def _name(values: list[int]) -> str:
+    number, name = int.from_bytes(struct.pack(_FOUR_INTS, *values), "big"), ""
+    while number:
+        name += _LETTERS[(number & 63) - 1]
+        number >>= 6
+    return name
 
 
 def _dtype_name(value: int) -> str:
@@ -134,6 +164,15 @@ class FaultCode(IntEnum):
     HANDLE_TYPE = 20
     HANDLE_FOREIGN = 21
     REFUSED = 22
+    FAILED = 23
+    X_TYPE = 24
+    X_SHAPE = 25
+    X_DTYPE = 26
+    X_DEVICE = 27
+    MASK_TYPE = 28
+    MASK_SHAPE = 29
+    MASK_DTYPE = 30
+    MASK_DEVICE = 31
 
 
 @dataclass(frozen=True)
@@ -169,6 +208,8 @@ def error_from_words(words: list[int], rank: int, config: EPConfig, detail: str 
         return ClosedError(text)
     if code in (FaultCode.HANDLE_TYPE, FaultCode.HANDLE_FOREIGN):
         return HandleError(text)
+    if code is FaultCode.FAILED:
+        return EPError(text)
     return ArgumentError(text)
 
 
@@ -187,6 +228,10 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
             f"tokens has {v[0]} rows, more than max_tokens_per_rank={config.max_tokens_per_rank}; "
             f"raise max_tokens_per_rank or split the batch"
         )
+    if code is FaultCode.FAILED:
+        return f"{_name(v)} was raised there in front of a dispatch; the output of that rank says more"
+    if code >= FaultCode.X_TYPE:
+        return _layer_sentence(code, v, config)
     shape = "[" + ", ".join(str(n) for n in v[1 : 1 + min(v[0], 3)]) + (", ...]" if v[0] > 3 else "]")
     shapes = {
         FaultCode.TOKENS_SHAPE: f"tokens must have shape [T, hidden_size={hidden}], got {shape}",
@@ -217,7 +262,37 @@ def _sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
     return shapes.get(code) or plain[code]
 
 
+def _layer_sentence(code: FaultCode, v: list[int], config: EPConfig) -> str:
+    """What is wrong with the input of an MoE layer."""
+    name = _argument(code)
+    if code in (FaultCode.X_TYPE, FaultCode.MASK_TYPE):
+        return f"{name} must be a dense torch.Tensor"
+    if code is FaultCode.X_SHAPE:
+        sizes = [str(n) for n in v[1 : 1 + v[0]]]
+        shape = ", ".join(["...", *sizes] if v[0] > len(sizes) else sizes)
+        return f"x must have the shape [..., hidden_size={config.hidden_size}], got [{shape}]"
+    if code is FaultCode.MASK_SHAPE:
+        wanted = "token_mask must have the shape of x without its last dimension"
+        if v[0] < 0:
+            return f"{wanted}: {v[1]} dimensions, got {v[2]}"
+        return f"{wanted}: {v[1]} in dimension {v[0]}, got {v[2]}"
+    if code is FaultCode.X_DTYPE:
+        if v[1] == ANY_FLOAT:
+            return f"x must have a floating dtype, got {_dtype_name(v[0])}"
+        return (
+            f"x must have the dtype of the experts, {_dtype_name(v[1])}, got {_dtype_name(v[0])}; convert one of them "
+            f"or use torch.autocast"
+        )
+    if code is FaultCode.MASK_DTYPE:
+        return f"token_mask must be torch.bool, got {_dtype_name(v[0])}"
+    owner = "the dispatcher's device" if code is FaultCode.X_DEVICE else "the device of x"
+    return f"{name} must be on {_device_name(*v[2:4])}, {owner}, got {_device_name(*v[:2])}"
+
+
 def _argument(code: FaultCode) -> str:
     """Name of the argument that a code is about."""
-    names = {"TOKENS": "tokens", "IDX": "topk_idx", "WEIGHTS": "topk_weights", "OUTPUT": "expert_output"}
+    names = {
+        "TOKENS": "tokens", "IDX": "topk_idx", "WEIGHTS": "topk_weights", "OUTPUT": "expert_output",
+        "X": "x", "MASK": "token_mask",
+    }  # fmt: skip
     return names[code.name.split("_")[0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,26 +67,67 @@ def test_sparse_tokens_on_one_rank() -> None:
     same_everywhere(run_ranks(sparse_tokens, 2), "ArgumentError", "rank 1", "tokens must be a dense torch.Tensor")
 
 
-def bad_layer_input(rank: int, world_size: int, what: str) -> Caught:
+BAD_LAYER_INPUT: dict[str, tuple[dict[str, Any], str]] = {
+    "x is a list": ({"x": [1.0]}, "x must be a dense torch.Tensor"),
+    "hidden size": (
+        {"x": torch.ones(2, 5, 1, 31)},
+        "x must have the shape [..., hidden_size=32], got [..., 5, 1, 31]",
+    ),
+    "no dimensions": ({"x": torch.ones(())}, "x must have the shape [..., hidden_size=32], got []"),
+    "dtype of x": (
+        {"x": torch.ones(3, 32).double()},
+        "x must have the dtype of the experts, torch.float32, got torch.float64",
+    ),
+    "device of x": ({"x": torch.ones(3, 32, device="meta")}, "x must be on cpu, the dispatcher's device, got meta"),
+    "mask is a list": ({"token_mask": [True] * 3}, "token_mask must be a dense torch.Tensor"),
+    "mask too short": (
+        {"token_mask": torch.ones(2).bool()},
+        "token_mask must have the shape of x without its last dimension: 3 in dimension 0, got 2",
+    ),
+    "mask too deep": ({"token_mask": torch.ones(3, 32).bool()}, "last dimension: 1 dimensions, got 2"),
+    "dtype of the mask": ({"token_mask": torch.ones(3)}, "token_mask must be torch.bool, got torch.float32"),
+    "device of the mask": (
+        {"token_mask": torch.ones(3, device="meta").bool()},
+        "token_mask must be on cpu, the device of x, got meta",
+    ),
+}
+
+
+def bad_layer_input(rank: int, world_size: int) -> dict[str, list[Caught]]:
     config = EPConfig(num_experts=4, top_k=2, hidden_size=32, max_tokens_per_rank=8)
     layer = ep_comm.MoELayer(32, 16, 4, 2, config, seed=0)
-    x, mask = torch.ones(3, 32), torch.ones(3, dtype=torch.bool)
-    if rank == 1 and what == "shape":
-        x = torch.ones(3, 31)
-    elif rank == 1 and what == "dtype":
-        x = x.double()
-    elif rank == 1:
-        mask = mask[:2]
-    caught = expect_error(layer, x, mask)
-    assert layer(torch.ones(3, 32)).shape == (3, 32)
+    good = {"x": torch.ones(3, 32), "token_mask": torch.ones(3, dtype=torch.bool)}
+    caught = {}
+    for name, (bad, _) in BAD_LAYER_INPUT.items():
+        caught[name] = expect_error(layer, **(good | bad if rank == 1 else good))
+        works(layer.dispatcher)
+    with torch.autocast("cpu", torch.bfloat16):
+        caught["autocast"] = expect_error(layer, torch.ones(3, 32).to(torch.float if rank == 0 else torch.int))
+    with mock.patch.object(
+        layer.router, "forward", side_effect=MemoryError("no room") if rank == 1 else None
+    ) as router:
+        router.return_value = inputs(3)[1:]
+        caught["router"] = expect_error(layer, **good)
+    with mock.patch.object(
+        ep_comm.moe.layer, "check_layer_input", side_effect=ZeroDivisionError if rank == 1 else None
+    ) as check:
+        check.return_value = None
+        caught["check"] = expect_error(layer, **good)
+    caught["refused"] = expect_error(layer.dispatcher.refuse, "too hot") if rank == 1 else expect_error(layer, **good)
+    assert layer(**good).shape == (3, 32)
     return caught
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "mask"])
-def test_a_layer_that_refuses_its_input_on_one_rank(what: str) -> None:
-    results = run_ranks(bad_layer_input, 2, what)
-    same_everywhere(results, "ArgumentError", "rank 1", "refused its input")
-    assert {"shape": "[3, 31]", "dtype": "float64", "mask": "token_mask"}[what] in results[1].message
+def test_a_layer_whose_input_is_bad_on_one_rank() -> None:
+    told, own = run_ranks(bad_layer_input, 2)
+    for name, (_, message) in BAD_LAYER_INPUT.items():
+        same_everywhere([told[name], own[name]], "ArgumentError", "rank 1: ", message)
+    same_everywhere([told["autocast"], own["autocast"]], "ArgumentError", "x must have a floating dtype", "torch.int32")
+    assert own["router"] == ("MemoryError", "no room") and told["router"].type == "EPError"
+    assert "rank 1: MemoryError was raised there" in told["router"].message
+    assert own["check"].type == "ZeroDivisionError" and told["check"].type == "EPError"
+    assert "rank 1: ZeroDivisionError was raised there" in told["check"].message
+    assert "too hot" in own["refused"].message and "refused its input" in told["refused"].message
 
 
 def swapped(rank: int, world_size: int) -> Caught:

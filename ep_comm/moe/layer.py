@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from ..arguments import check_layer_input
 from ..config import EPConfig
 from ..dispatcher import Dispatcher
-from ..errors import ArgumentError, ConfigError, EPError
+from ..errors import ConfigError
+from ..status import Fault
 from .experts import GroupedExperts, SharedExpert, check_row_bytes
 from .init import resolve_seed
 from .precision import autocast_dtype
-from .router import TopKRouter
+from .router import TopKRouter, in_backward
 
 __all__ = ["MoELayer"]
 
@@ -126,19 +128,26 @@ class MoELayer(nn.Module):
             ``[..., H]`` in the experts' dtype (or autocast's), without the residual connection.
 
         Raises:
-            ArgumentError: a shape or dtype is wrong.
-            EPError: what :meth:`ep_comm.Dispatcher.dispatch` and ``combine`` raise.
+            ArgumentError: on all ranks, if type, shape, dtype or device of an argument are wrong on one.
+            EPError: another rank's router raised; or what :meth:`ep_comm.Dispatcher.dispatch` and ``combine`` raise.
         """
+        fault = None
         try:
-            self._check(x, token_mask)
-            x_TH = x.reshape(-1, self.hidden_size)
-            token_mask_T = None if token_mask is None else token_mask.reshape(-1)
-            topk_idx_TK, topk_weights_TK = self.router(x_TH, token_mask_T)
-        except EPError as error:
+            fault = self._fault(x, token_mask)
+            if fault is None:
+                x_TH = x.reshape(-1, self.hidden_size)
+                token_mask_T = None if token_mask is None else token_mask.reshape(-1)
+                topk_idx_TK, topk_weights_TK = self.router(x_TH, token_mask_T)
+                # Under autocast the rows travel in the dtype in which the experts will compute.
+                tokens_TH = x_TH.to(autocast_dtype(x.device) or x.dtype)
+        except Exception as error:
+            # Activation recomputation ends itself by an exception; its forward pass was fine.
+            if in_backward():
+                raise
             # The other ranks are about to dispatch and would wait.
-            self.dispatcher.refuse(str(error))
-        # Under autocast the rows travel in the dtype in which the experts will compute.
-        tokens_TH = x_TH.to(autocast_dtype(x.device) or x.dtype)
+            self.dispatcher.refuse(error)
+        if fault is not None:
+            self.dispatcher.refuse(fault)
         rows = self.dispatcher.dispatch(tokens_TH, topk_idx_TK, topk_weights_TK)
         output_RH = self.experts(rows.tokens, rows.expert_offsets)
         y_TH = self.dispatcher.combine(output_RH, rows.handle, apply_weights=True)
@@ -150,22 +159,11 @@ class MoELayer(nn.Module):
         """Give back what the dispatcher owns. May be called twice; the layer is then of no further use."""
         self.dispatcher.close()
 
-    def _check(self, x: torch.Tensor, token_mask: torch.Tensor | None) -> None:
-        """Before anything is sent: what the experts would find wrong with the rows afterwards."""
-        rank, weight = self.dispatcher.rank, self.experts.gate_up_proj
-        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
-            raise ArgumentError(
-                f"rank {rank}: x must have the shape [..., hidden_size={self.hidden_size}], got {list(x.shape)}"
-            )
-        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
-            raise ArgumentError(
-                f"rank {rank}: x must have the dtype of the experts, {weight.dtype}, got {x.dtype}; convert "
-                f"one of them or use torch.autocast"
-            )
-        if token_mask is not None and token_mask.shape != x.shape[:-1]:
-            raise ArgumentError(
-                f"rank {rank}: token_mask must have the shape {list(x.shape[:-1])}, got {list(token_mask.shape)}"
-            )
+    def _fault(self, x: torch.Tensor, token_mask: torch.Tensor | None) -> Fault | None:
+        """Before anything is sent: what router, dispatch and experts would find wrong with the input afterwards."""
+        autocast = isinstance(x, torch.Tensor) and autocast_dtype(x.device) is not None
+        dtype = self.experts.gate_up_proj.dtype
+        return check_layer_input(self.dispatcher, x, token_mask, dtype=dtype, autocast=autocast)
 
 
 def _check_config(config: EPConfig, **arguments: int) -> None:
