@@ -18,12 +18,15 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .attempt import LaunchedStep, copied
+from .deferred import Latch
 from .errors import EPError
-from .ledger import StepLedger, Verdict
+from .ledger import StepLedger
+from .optimizers import optimizers_can_be_captured, optimizers_can_skip, step_unless
 
-__all__ = ["CapturedStep", "GraphCache", "LaunchedStep", "optimizers_can_skip", "release_graphs"]
+__all__ = ["CapturedStep", "GraphCache", "release_graphs"]
 
 log = logging.getLogger("ep_comm")
 
@@ -31,46 +34,6 @@ log = logging.getLogger("ep_comm")
 # end up inside a graph.
 _WARM_UP = 2
 _MAX_SIGNATURES = 1000
-
-
-def optimizers_can_skip(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether every optimizer can be captured and skips its step on a device-side flag (``found_inf``)."""
-    return all(
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and all(group.get("fused") and group.get("capturable", True) for group in optimizer.param_groups)
-        for optimizer in optimizers
-    )
-
-
-def step_unless(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
-    """``optimizer.step()`` that leaves parameters and state alone where ``skip`` (fp32, no dimensions) is 1."""
-    for optimizer in optimizers:
-        optimizer.grad_scale, optimizer.found_inf = None, skip
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """One launch of a graph, finished or not.
-
-    Attributes:
-        result: copies of what ``step_fn`` returned; right once the verdict says so.
-        batch: the batch on the device, as the graph took it.
-    """
-
-    result: Any
-    batch: Any
-    ledger: StepLedger
-    host_words: Tensor
-    event: torch.cuda.Event
-
-    def verdict(self) -> Verdict:
-        """Wait until the verdict has arrived: one small read."""
-        self.event.synchronize()
-        return self.ledger.parse(self.host_words.tolist())
 
 
 @dataclass
@@ -103,16 +66,11 @@ class CapturedStep:
         """
         for static, given in zip(_tensors(self.batch), _tensors(batch), strict=True):
             static.copy_(given, non_blocking=True)
-        kept = _copied(self.batch) if keep_batch else batch
+        kept = copied(self.batch) if keep_batch else batch
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        # Pinned memory comes from a cache that waits for the copy before it hands the same bytes out again.
-        host_words = torch.empty(self.words.shape, dtype=self.words.dtype, pin_memory=True)
-        host_words.copy_(self.words, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return LaunchedStep(_copied(self.result), kept, self.ledger, host_words, event)
+        return LaunchedStep.of(kept, copied(self.result), self.ledger, self.words, captured=True, updated=self.updates)
 
 
 class GraphCache:
@@ -123,7 +81,7 @@ class GraphCache:
         optimizers: stepped inside the graph where they can skip.
         zero_grad: drops all gradients.
         required: ``capture="always"``: raise where a step cannot be captured, instead of going on without.
-        latching: once a step's verdict was bad, skip the updates of all later ones until :meth:`open_latch`.
+        latch: decides on the device whether a step inside a graph updates.
         max_graphs: the least recently used graph is dropped beyond this.
     """
 
@@ -132,9 +90,9 @@ class GraphCache:
         step_fn: Callable[[Any], Any],
         optimizers: list[torch.optim.Optimizer],
         zero_grad: Callable[[], None],
+        latch: Latch,
         *,
         required: bool,
-        latching: bool = False,
         max_graphs: int = 8,
     ) -> None:
         self._step_fn = step_fn
@@ -148,7 +106,7 @@ class GraphCache:
         self._given_up = False
         self._numbers: list[dict[str, Any]] | None = None
         self._numbers_change = False
-        self._latch = torch.zeros((), device="cuda") if latching else None
+        self._latch = latch
         self.stream = torch.cuda.Stream()
         """Steps run on it, captured or not: autograd remembers the stream on which a gradient is accumulated,
         and a capture must not meet another one."""
@@ -162,11 +120,6 @@ class GraphCache:
         """:meth:`CapturedStep.launch`, counted."""
         self.replays += 1
         return captured.launch(batch, keep_batch=keep_batch)
-
-    def open_latch(self) -> None:
-        """Let the launches from now on update again."""
-        if self._latch is not None:
-            self._latch.zero_()
 
     def clear(self) -> None:
         """Drop all graphs, after what runs has finished. NCCL cannot be shut down while one holds its kernels."""
@@ -229,7 +182,11 @@ class GraphCache:
         if self._numbers is not None and numbers != self._numbers:
             self._numbers_change = True
         self._numbers = numbers
-        return not self._numbers_change and optimizers_can_skip(self._optimizers)
+        return (
+            not self._numbers_change
+            and optimizers_can_skip(self._optimizers)
+            and optimizers_can_be_captured(self._optimizers)
+        )
 
     def _capture(self, batch: Any, group: dist.ProcessGroup | None, updates: bool) -> CapturedStep:
         leaves, spec = tree_flatten(batch)
@@ -247,7 +204,7 @@ class GraphCache:
                 result = self._step_fn(tree_unflatten(static, spec))
             words = ledger.device_words(group)
             if updates:
-                step_unless(self._optimizers, self._skip(words))
+                step_unless(self._optimizers, self._latch.skip(words))
         self.captures += 1
         log.info("captured a training step in a CUDA graph (%d so far)", self.captures)
         parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
@@ -260,11 +217,6 @@ class GraphCache:
             gradients=[(parameter, parameter.grad) for parameter in parameters],
             updates=updates,
         )
-
-    def _skip(self, words: Tensor) -> Tensor:
-        """1 where the step's verdict is bad, or that of a step before it since the latch was opened."""
-        bad = (words[:2].amax() > 0).to(torch.float32)
-        return bad if self._latch is None else self._latch.copy_(torch.maximum(self._latch, bad))
 
     def _give_up(self, error: Exception) -> None:
         if self._required:
@@ -284,11 +236,6 @@ def release_graphs() -> None:
 
 def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-
-
-def _copied(tree: Any) -> Any:
-    """The same structure with copies of its tensors."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _batch_signature(batch: Any) -> Hashable:

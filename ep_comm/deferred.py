@@ -1,16 +1,16 @@
 """Steps that are launched before the verdicts of the steps in front of them are known.
 
-A captured step whose verdict is bad changes no parameter and no optimizer state, and closes a latch on the device, so
-that the steps launched behind it change none either. The host learns of it a fixed number of steps later:
-fixed, not "when the verdict happens to be there", because all ranks must turn back at the same step. What turns
-back is what the host keeps here for every launched step: the batch, the state in front of it, and the settings of
-the optimizers, which a scheduler may have changed since.
+A step whose verdict is bad changes no parameter and no optimizer state, and closes a latch on the device, so that
+the steps launched behind it change none either. The host learns of it a fixed number of steps later: fixed, not
+"when the verdict happens to be there", because all ranks must turn back at the same step. For the same reason it
+does not matter whether a step ran as a CUDA graph, which ranks may find out differently. What turns back is what
+the host keeps here for every launched step: the batch, the state in front of it, and the settings of the
+optimizers, which a scheduler may have changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,50 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .capture import LaunchedStep
-from .errors import EPError
+from .attempt import LaunchedStep
+from .errors import ArgumentError, EPError
+from .optimizers import OptimizerSettings
 from .snapshot import SavedState
 
-__all__ = ["LAG", "OptimizerSettings", "PendingStep", "refuse_state_dict"]
+__all__ = ["LAG", "SETTLED_FIRST", "Latch", "PendingStep", "refuse_gradients", "refuse_state_dict"]
 
 LAG = 2
 """Launched steps whose verdict may be open. With two, the GPU has one step in front of it while the host waits."""
+
+SETTLED_FIRST = 2
+"""Steps of a runner that are checked at once: optimizers make their state in the first step, and SGD's momentum is
+garbage after a first step that was skipped."""
+
+
+class Latch:
+    """Whether steps may update, as one number on the device.
+
+    Args:
+        latching: a bad verdict keeps it closed for the steps launched behind; otherwise every step counts by itself.
+    """
+
+    def __init__(self, *, latching: bool) -> None:
+        self._latching = latching
+        self._closed: Tensor | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Make it, on the device of the verdicts, open. Before anything is captured: graphs keep its address."""
+        if self._latching and self._closed is None:
+            self._closed = torch.zeros((), device=device)
+
+    def skip(self, words: Tensor) -> Tensor:
+        """Close it where the verdict ``words`` are bad. No host sync; may stand in a graph.
+
+        Returns:
+            fp32 without dimensions: 1 where the step must not update.
+        """
+        bad = (words[:2].amax() > 0).to(torch.float32)
+        return bad if self._closed is None else self._closed.copy_(torch.maximum(self._closed, bad))
+
+    def open(self) -> None:
+        """Let the steps launched from now on update again."""
+        if self._closed is not None:
+            self._closed.zero_()
 
 
 @dataclass(frozen=True)
@@ -51,42 +87,18 @@ class PendingStep:
                     old.copy_(new)
 
 
-class OptimizerSettings:
-    """Learning rates and whatever else stands beside the parameters in the optimizers' groups, as it is now."""
+def refuse_gradients(batch: Any) -> None:
+    """A batch that wants gradients cannot be run again later: they may have been used by then.
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._values = [
-            {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in _groups(optimizers)
-        ]
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Within the block the optimizers have these settings; afterwards the present ones again."""
-        present = OptimizerSettings(self._optimizers)
-        self._put()
-        try:
-            yield
-        finally:
-            present._put()
-
-    @torch.no_grad()
-    def _put(self) -> None:
-        for group, values in zip(_groups(self._optimizers), self._values, strict=True):
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    group[name].copy_(value)  # graphs read this very tensor
-                else:
-                    group[name] = value
-
-
-def _groups(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
+    Raises:
+        ArgumentError: a tensor of the batch requires a gradient.
+    """
+    for number, leaf in enumerate(tree_flatten(batch)[0]):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ArgumentError(
+                f"batch: tensor {number} of it, of shape {list(leaf.shape)}, requires a gradient, which "
+                f"check='deferred' cannot give; use check='every_step', or detach it"
+            )
 
 
 def refuse_state_dict(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .cuda.kernels import cuda_kernels
+from .devices import group_device
 from .errors import EPError
 from .plan import RoutingPlan
 from .status import HEADER_WORDS, Word
@@ -172,8 +173,11 @@ class StepLedger:
         """Verdict and records of all dispatchers as one int64 vector on their device; no host sync.
 
         The first two words say whether anything overflowed and whether anything failed, anywhere in ``group``
-        if one is given. Ranks of a dispatcher's own group agree without it.
+        if one is given. Ranks of a dispatcher's own group agree without it. A rank without a dispatcher of its own,
+        a pipeline stage say, joins the verdict of the others, on the device of ``group``.
         """
+        if not self.dispatchers:
+            return _agreed(torch.zeros(2, dtype=torch.int64, device=group_device(group)), group)
         records = [dispatcher.record.words for dispatcher in self.dispatchers]
         counting = [words[_OVERFLOW] * (not d.drops) for words, d in zip(records, self.dispatchers, strict=True)]
         overflow = torch.stack(counting).amax()
@@ -181,9 +185,7 @@ class StepLedger:
         statuses = [status.long() for d in self.dispatchers if (status := d.device_status()) is not None]
         for status in statuses:
             failed = failed | (status[0] != 0)
-        flags = torch.stack([overflow, failed.to(overflow.dtype)])
-        if group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        flags = _agreed(torch.stack([overflow, failed.to(overflow.dtype)]), group)
         return torch.cat([flags, *records, *statuses])
 
     def parse(self, words: list[int]) -> Verdict:
@@ -203,6 +205,12 @@ class StepLedger:
             if status is not None:
                 dispatcher.raise_device_error([next(flat) for _ in range(status.numel())])
         return Verdict(overflow, failed, demands)
+
+
+def _agreed(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return flags
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import ref
 
@@ -23,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from .attempt import LaunchedStep, copied
 from .capture import CapturedStep, GraphCache
-from .deferred import LAG, OptimizerSettings, PendingStep, refuse_state_dict
-from .devices import group_device
+from .deferred import LAG, SETTLED_FIRST, Latch, PendingStep, refuse_gradients, refuse_state_dict
 from .errors import ConfigError, EPError
 from .failure import failing_fast
 from .layers import LayerBudget, StaticLayers
 from .ledger import StepLedger, Verdict, current_ledger
+from .optimizers import OptimizerSettings, optimizers_can_skip, step_unless
 from .snapshot import SavedState, StateSnapshot, rng_state, set_rng_state
 
 __all__ = ["LayerBudget", "StepRunner"]
@@ -54,12 +56,11 @@ class StepRunner:
             without where that fails; ``"always"`` raises where it fails; ``"never"``. Batches must then be made
             of tensors and containers. What else ``step_fn`` does on the host happens only while capturing.
         check: ``"every_step"`` reads the verdict of each step before the next begins. ``"deferred"`` reads it two
-            steps later, so that the GPU never waits for the host: steps that run as CUDA graphs with the
-            optimizer inside are launched one behind the other, and where one does not fit, it and those
-            behind it change nothing and are run again in order. Until :meth:`flush`, parameters and
-            returned values may be behind; everything that a step changes must happen inside ``step_fn``, and batches
-            must have the same structure, shapes and dtypes on all ranks in every step, so that all ranks find a
-            graph for it or none does. Steps that do not run as such graphs (on a CPU, all) are checked every step.
+            steps later, so that the GPU never waits for the host: steps are launched one behind the other, and
+            where one does not fit, it and those behind it change nothing and are run again in order. Until
+            :meth:`flush`, parameters and returned values may be behind; everything that a step changes must
+            happen inside ``step_fn``. It takes optimizers that can be told on the device to skip a step
+            (``fused=True``, the same on all ranks); with others every step is checked.
         headroom: how much more than required a grown budget holds, 0.1 = 10 %.
         extra_state: further things a step changes: tensors, generators, or objects with ``state_dict`` and
             ``load_state_dict``.
@@ -99,12 +100,14 @@ class StepRunner:
         self._snapshot = StateSnapshot(model, stepped, extra_state)
         self._layers = StaticLayers(model, self._group, headroom)
         self._deferred = check == "deferred"
+        self._latch = Latch(latching=self._deferred)
         self._pending: deque[PendingStep] = deque()
+        self._settled_first = 0
         self._busy = False
         self._graphs: GraphCache | None = None
         if capture != "never" and torch.cuda.is_available():
             self._graphs = GraphCache(
-                step_fn, self._optimizers, self._zero_grad, required=capture == "always", latching=self._deferred
+                step_fn, self._optimizers, self._zero_grad, self._latch, required=capture == "always"
             )
         self._latest: StepLedger | None = None
         if self._deferred:
@@ -121,21 +124,21 @@ class StepRunner:
         """Run one step.
 
         Returns:
-            What ``step_fn`` returned in the attempt that was committed. With ``check="deferred"`` tensors whose
-            values are right after :meth:`flush`, or after two more steps.
+            What ``step_fn`` returned in the attempt that was committed. With ``check="deferred"`` its tensors have
+            the right values after :meth:`flush`, or after two more steps; anything else is of the first attempt.
 
         Raises:
             BudgetExceededError: routing needs more rows than the ceiling, or than free memory, allows.
             RoutingError: ``topk_idx`` held ids out of range.
+            ArgumentError: ``check="deferred"`` and a tensor of the batch requires a gradient.
             Exception: whatever ``step_fn`` raised.
-
             PeerLostError: ``step_fn`` raised on another rank, or a rank was lost; see :func:`ep_comm.failing_fast`.
 
             In every case model, optimizer, random number generators and extra state are as before the step. With
             ``check="deferred"`` the error may be that of an earlier step; that step and all behind it are then undone.
         """
         with self._being_busy():
-            return self._launch(batch) if self._deferred else self._run(batch)
+            return self._run_ahead(batch) if self._deferred else self._run(batch)
 
     def flush(self) -> None:
         """Wait for all open verdicts and replay what does not fit. Call it on all ranks, after the same step, before
@@ -145,8 +148,7 @@ class StepRunner:
             BudgetExceededError, RoutingError: as calling the runner.
         """
         with self._being_busy():
-            while self._pending:
-                self._settle()
+            self._settle_all()
 
     @property
     def pending(self) -> int:
@@ -201,11 +203,13 @@ class StepRunner:
         leaves = (leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor))
         before = self._snapshot.take(leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
         with self._undoing(before), failing_fast(f"step {self.steps}", group=self._group):
-            result, verdict, updated = self._first_attempt(batch)
+            step = self._launch(batch)
+            result, verdict = step.result, step.verdict()
             self._layers.raise_failure(verdict)
             if verdict.overflow:
-                result, verdict, updated = *self._replay(batch, verdict, before), False
-        self._commit(batch, verdict, updated)
+                step, verdict = self._replay(batch, verdict, before)
+                result = step.result
+        self._commit(step, verdict)
         return result
 
     @contextmanager
@@ -214,48 +218,58 @@ class StepRunner:
         try:
             yield
         except BaseException:
-            self._open_latch()
+            if not self._pending:  # otherwise it is closed for their sake
+                self._latch.open()
             self._snapshot.restore(before)
             self._zero_grad()
             raise
 
-    def _replay(self, batch: Any, verdict: Verdict, before: SavedState) -> tuple[Any, Verdict]:
+    def _replay(self, batch: Any, verdict: Verdict, before: SavedState) -> tuple[LaunchedStep, Verdict]:
         """After an overflow: the step again with exact buffers, then larger budgets."""
-        self._open_latch()
+        self._latch.open()
         self._snapshot.restore(before)
         self._layers.count_overflows(verdict)
-        result, verdict = self._attempt(batch, exact=True)
+        step = self._attempt(batch, exact=True)
+        verdict = step.verdict()
         self._layers.raise_failure(verdict)
         self._layers.raise_exceeded(verdict)
         self._layers.grow(verdict)
         self.replays += 1
         self.replayed_steps.append(self.steps)
-        return result, verdict
+        return step, verdict
 
-    def _commit(self, batch: Any, verdict: Verdict, updated: bool) -> None:
-        if not updated:
+    def _commit(self, step: LaunchedStep, verdict: Verdict) -> None:
+        if not step.updated:
             for optimizer in self._optimizers:
                 optimizer.step()
-            if self._graphs is not None:
-                self._graphs.note_committed(batch)
+        if not step.captured and self._graphs is not None:
+            self._graphs.note_committed(step.batch)
         self._layers.note_committed(verdict)
         self.steps += 1
 
     # -- steps that are checked later -------------------------------------------------------------------
 
-    def _launch(self, batch: Any) -> Any:
-        captured = self._find(batch)
-        wants_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(batch)[0])
-        if captured is None or not captured.updates or wants_grad:
-            while self._pending:
-                self._settle()
-            return self._run(batch)
+    def _run_ahead(self, batch: Any) -> Any:
+        """Launch a step, and check the one LAG steps before it."""
+        if self._settled_first < SETTLED_FIRST or not optimizers_can_skip(self._optimizers):
+            self._settle_all()
+            result = self._run(batch)
+            self._settled_first += 1
+            return result
         before, settings = self._snapshot.take(), OptimizerSettings(self._optimizers)
-        launched = self._graphs.launch(captured, batch, keep_batch=True)
-        self._pending.append(PendingStep(launched, before, settings))
+        with self._undoing(before), failing_fast(f"step {self.steps + self.pending}", group=self._group):
+            step = self._launch(batch, keep_batch=True)
+            if not step.updated:
+                step_unless(self._optimizers, self._latch.skip(step.words))
+                step = replace(step, updated=True)
+        self._pending.append(PendingStep(step, before, settings))
         if len(self._pending) > LAG:
             self._settle()
-        return launched.result
+        return step.result
+
+    def _settle_all(self) -> None:
+        while self._pending:
+            self._settle()
 
     def _settle(self) -> None:
         """Close the oldest open verdict: commit the step, or turn back to it."""
@@ -269,7 +283,7 @@ class StepRunner:
         if verdict.overflow or verdict.failed:
             self._turn_back(step, verdict)
         else:
-            self._commit(step.launched.batch, verdict, updated=True)
+            self._commit(step.launched, verdict)
 
     def _turn_back(self, first: PendingStep, verdict: Verdict) -> None:
         """Run ``first`` and the steps launched behind it again, in order and one at a time.
@@ -283,9 +297,9 @@ class StepRunner:
         with self._undoing(first.before):
             self._layers.raise_failure(verdict)
             with first.settings.in_force(), failing_fast(f"step {self.steps}", group=self._group):
-                result, verdict = self._replay(first.launched.batch, verdict, first.before)
-                self._commit(first.launched.batch, verdict, updated=False)
-        first.deliver(result)
+                replayed, verdict = self._replay(first.launched.batch, verdict, first.before)
+                self._commit(replayed, verdict)
+        first.deliver(replayed.result)
         for step in behind:
             set_rng_state(step.before.rng)
             with step.settings.in_force():
@@ -309,26 +323,26 @@ class StepRunner:
             return None
         return self._graphs.find(batch, self._latest, self._agreeing_group(self._latest))
 
-    def _open_latch(self) -> None:
-        if self._graphs is not None:
-            self._graphs.open_latch()
-
-    def _first_attempt(self, batch: Any) -> tuple[Any, Verdict, bool]:
-        """On the present budgets; says also whether the optimizers have stepped."""
+    def _launch(self, batch: Any, *, keep_batch: bool = False) -> LaunchedStep:
+        """The first attempt, on the present budgets, as a graph where there is one."""
+        if self._deferred:
+            refuse_gradients(batch)
         captured = self._find(batch)
         if captured is not None:
-            launched = self._graphs.launch(captured, batch)
-            return launched.result, launched.verdict(), captured.updates
-        return *self._attempt(batch, exact=False), False
+            return self._graphs.launch(captured, batch, keep_batch=keep_batch)
+        step = self._attempt(batch, exact=False)
+        return replace(step, batch=copied(batch)) if keep_batch else step
 
-    def _attempt(self, batch: Any, *, exact: bool) -> tuple[Any, Verdict]:
+    def _attempt(self, batch: Any, *, exact: bool) -> LaunchedStep:
         self._zero_grad()
         ledger = StepLedger(exact=exact)
         with self._step_stream(), ledger.open():
             result = self._step_fn(batch)
         self._latest = ledger
         self._layers.meet(ledger)
-        return result, self._read(ledger)
+        words = ledger.device_words(self._agreeing_group(ledger))
+        self._latch.place(words.device)
+        return LaunchedStep.of(batch, result, ledger, words)
 
     @contextmanager
     def _step_stream(self) -> Iterator[None]:
@@ -343,18 +357,6 @@ class StepRunner:
                 yield
         finally:
             caller.wait_stream(self._graphs.stream)
-
-    def _read(self, ledger: StepLedger) -> Verdict:
-        """The agreed verdict: one small read."""
-        group = self._agreeing_group(ledger)
-        if ledger.dispatchers:
-            return ledger.parse(ledger.device_words(group).tolist())
-        if group is None:
-            return Verdict(False, False, [])
-        # A rank without a dispatcher of its own, a pipeline stage say, joins the verdict of the others.
-        flags = torch.zeros(2, dtype=torch.int64, device=group_device(group))
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-        return Verdict(bool(flags[0]), bool(flags[1]), [])
 
     def _agreeing_group(self, ledger: StepLedger | None) -> dist.ProcessGroup | None:
         """The group over which the verdict has to be reduced; None where the ranks agree already."""

@@ -1,23 +1,20 @@
-"""``check="deferred"``: steps launched behind an open verdict, on the CPU.
-
-CUDA graphs stand aside here: :class:`EagerGraphs` launches a step by running it, with the latch that a captured
-step has, and hands out its verdict when asked. The same tests with real graphs are in tests/gpu.
-"""
+"""``check="deferred"``: steps launched behind an open verdict, on the CPU: the same code as on GPUs, where the step may
+run as a CUDA graph as well (tests/gpu)."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ep_comm import ConfigError, RoutingError, StepRunner
+import ep_comm.runner
+from ep_comm import ArgumentError, ConfigError, RoutingError, StepRunner
 from ep_comm.deferred import LAG
-from ep_comm.ledger import StepLedger
 
 from .harness import expect_error, run_ranks
 from .tiny_model import HIDDEN, Model, assert_same_state, batch, config, state_of, step_fn
@@ -25,76 +22,33 @@ from .tiny_model import HIDDEN, Model, assert_same_state, batch, config, state_o
 STEPS = 14
 
 
-@dataclass
-class Launched:
-    result: Any
-    batch: Any
-    ledger: StepLedger
-    words: list[int]
-
-    def verdict(self) -> Any:
-        return self.ledger.parse(self.words)
-
-
-@dataclass
-class Captured:
-    updates: bool
-
-
-class EagerGraphs:
-    """Stands in for GraphCache: from the third committed step on, every step is "captured"."""
-
-    captures = replays = 0
-
-    def __init__(self, step: Any, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.step, self.optimizers = step, optimizers
-        self.committed = 0
-        self.latch = False
-        self.log: list[str] = []
-        self.updates = True
-
-    def find(self, batch: Any, ledger: StepLedger | None, group: Any) -> Captured | None:
-        return Captured(self.updates) if self.committed >= 2 else None
-
-    def note_committed(self, batch: Any) -> None:
-        self.committed += 1
-
-    def open_latch(self) -> None:
-        self.latch = False
-
-    def clear(self) -> None:
-        pass
-
-    def launch(self, captured: Captured, batch: Any, *, keep_batch: bool = False) -> Launched:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        ledger = StepLedger(exact=False)
-        with ledger.open():
-            result = torch.tensor(self.step(batch))
-        words = ledger.device_words().tolist()
-        self.latch |= words[0] + words[1] > 0
-        if captured.updates and not self.latch:
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self.log.append("skipped" if self.latch else "updated")
-        kept = [(x.clone(), target.clone()) for x, target in batch]
-        return Launched(result, kept if keep_batch else batch, ledger, words)
-
-
 def runner(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any, **options: Any) -> StepRunner:
-    run = StepRunner(step, model=model, optimizer=optimizer, check="deferred", **options)
-    run._graphs = EagerGraphs(step, run._optimizers)
-    run._step_stream = contextlib.nullcontext
-    return run
+    return StepRunner(step, model=model, optimizer=optimizer, check="deferred", capture="never", **options)
+
+
+@contextlib.contextmanager
+def logged_updates() -> Iterator[list[str]]:
+    """What the launched steps did, in order."""
+    log: list[str] = []
+
+    def step_unless(optimizers: list[torch.optim.Optimizer], skip: Tensor) -> None:
+        log.append("skipped" if skip.item() else "updated")
+        original(optimizers, skip)
+
+    original, ep_comm.runner.step_unless = ep_comm.runner.step_unless, step_unless
+    try:
+        yield log
+    finally:
+        ep_comm.runner.step_unless = original
 
 
 def lively_step(model: Model) -> Any:
     """The tiny model's step, which also draws from Python's generator."""
     inner = step_fn(model)
 
-    def step(micro_batches: Any) -> float:
+    def step(micro_batches: Any) -> Tensor:
         scale = 1.0 + random.random()
-        return inner([(scale * x, target) for x, target in micro_batches])
+        return torch.tensor(inner([(scale * x, target) for x, target in micro_batches]))
 
     return step
 
@@ -103,7 +57,7 @@ def train(rank: int, mode: str, deferred: bool, lr: Any) -> tuple[dict[str, Tens
     torch.manual_seed(7 + rank)
     random.seed(7 + rank)
     model = Model(config(mode, **({"budget_rows": 1} if mode == "static" else {})))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr.clone() if isinstance(lr, Tensor) else lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr.clone() if isinstance(lr, Tensor) else lr, fused=True)
     step = lively_step(model)
     run = (
         runner(model, optimizer, step, headroom=0.0)
@@ -130,11 +84,12 @@ def train(rank: int, mode: str, deferred: bool, lr: Any) -> tuple[dict[str, Tens
 def compare(rank: int, world_size: int, tensor_lr: bool) -> tuple[int, list[str]]:
     lr = torch.tensor(1e-2) if tensor_lr else 1e-2
     want, want_losses, _ = train(rank, "eager", False, lr)
-    got, losses, run = train(rank, "static", True, lr)
+    with logged_updates() as log:
+        got, losses, run = train(rank, "static", True, lr)
     assert_same_state(got, want)
-    assert losses == [float(torch.tensor(loss)) for loss in want_losses]
+    assert losses == want_losses
     assert run.steps == STEPS and run.pending == 0
-    return run.replays, run._graphs.log
+    return run.replays, log
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])
@@ -151,7 +106,7 @@ def interrupted(rank: int, world_size: int) -> Any:
     """A step with a bad id among good ones, seen two steps later."""
     torch.manual_seed(rank)
     model = Model(config("static", capacity_factor=100.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     inner, bad = step_fn(model), torch.zeros(1)
     layer = model.layers[0]
     dispatch = layer.dispatcher.dispatch
@@ -193,7 +148,7 @@ def test_a_failure_is_raised_everywhere_and_undoes_what_was_launched_behind_it()
 def late_readers(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     model = Model(config("static", capacity_factor=100.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     run = runner(model, optimizer, step_fn(model))
     seen = []
     for number in range(6):
@@ -202,10 +157,12 @@ def late_readers(rank: int, world_size: int) -> None:
     assert seen == [(1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (4, 2)]
     assert run.state_dict()["steps"] == 6 and run.pending == 0
     run(batch(rank, 7))
-    run._graphs.updates = False  # the optimizer is outside: nothing may be open while it steps
+    for group in optimizer.param_groups:  # it cannot skip a step: nothing may be open while it steps
+        group["fused"] = False
     run(batch(rank, 8))
     assert (run.steps, run.pending) == (8, 0)
-    run._graphs.updates = True
+    for group in optimizer.param_groups:
+        group["fused"] = True
     run(batch(rank, 9))
     run.close()
     assert (run.steps, run.pending) == (9, 0)
@@ -216,16 +173,55 @@ def test_when_verdicts_are_read() -> None:
     run_ranks(late_readers, 2)
 
 
-def test_without_graphs_every_step_is_checked() -> None:
+def test_what_is_refused() -> None:
     model = nn.Linear(2, 2)
-    run = StepRunner(
-        lambda x: model(x).sum().backward(),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        capture="never",
-        check="deferred",
-    )
-    run(torch.ones(1, 2))
-    assert (run.steps, run.pending) == (1, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, fused=True)
+    run = runner(model, optimizer, lambda x: model(x).sum().backward())
+    for requires_grad in (True, False, False, False, True):
+        inputs = torch.ones(1, 2, requires_grad=requires_grad)
+        if requires_grad:
+            with pytest.raises(ArgumentError, match=r"batch: tensor 0 of it, of shape \[1, 2\], requires a gradient"):
+                run(inputs)
+        else:
+            run(inputs)
+    run.flush()
+    assert run.steps == 3
     with pytest.raises(ConfigError, match="check must be 'every_step' or 'deferred', got 'sometimes'"):
-        StepRunner(print, model=model, optimizer=torch.optim.SGD(model.parameters()), check="sometimes")
+        StepRunner(print, model=model, optimizer=optimizer, check="sometimes")
+
+
+def raising(rank: int, world_size: int) -> None:
+    """A step that raises on every rank, behind one that fits and behind one that overflows: as if it had not been."""
+    small = [(torch.ones(1, HIDDEN), torch.ones(1, HIDDEN))]
+    large = [(torch.ones(12, HIDDEN), torch.ones(12, HIDDEN))]
+    bad = [(torch.full((3, HIDDEN), 55.0), torch.ones(3, HIDDEN))]
+    states = []
+    for with_bad_steps in (False, True):
+        torch.manual_seed(rank)
+        model = Model(config("static", budget_rows=256))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        inner = step_fn(model)
+
+        def step(micro_batches: Any, inner: Any = inner) -> None:
+            inner(micro_batches)
+            if bool((micro_batches[0][0] == 55.0).any()):
+                raise ValueError("no good")
+
+        run = runner(model, optimizer, step, headroom=0.0)
+        for number in range(7):
+            if number == 5:
+                for layer in model.layers:
+                    layer.dispatcher.budget.rows.rows = 8
+            run(large if number == 5 else small)
+            if with_bad_steps and number in (3, 5):
+                assert run.pending == 2 and run.replays == 0
+                assert expect_error(run, bad).message == "no good"
+                assert run.pending == 2
+        run.flush()
+        assert run.steps == 7 and run.replayed_steps == [5]
+        states.append(state_of(model, optimizer))
+    assert_same_state(*states)
+
+
+def test_a_step_that_raises_leaves_open_verdicts_alone() -> None:
+    run_ranks(raising, 2)
