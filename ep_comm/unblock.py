@@ -2,7 +2,8 @@
 
 nccl can abort its communicators. gloo cannot: its ``abort`` does nothing, and a blocked call returns only when a
 connection breaks or the timeout strikes. So every rank shuts down the gloo connections that it accepted; as each
-connection is accepted by one of its ends, all of them break.
+connection is accepted by one of its ends, all of them break. Kernels that wait for a peer by themselves are told
+by whoever launched them, see :func:`on_break`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,40 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 
-__all__ = ["break_connections"]
+__all__ = ["Stoppable", "break_connections", "on_break"]
 
 _LISTEN, _ESTABLISHED = "0A", "01"
 
 
+class Stoppable(Protocol):
+    """Something that may wait for a peer."""
+
+    def stop_waiting(self) -> None:
+        """Let all waits end with an error, those that run and those to come. Called on another thread."""
+
+
+_stoppables: WeakSet[Stoppable] = WeakSet()
+
+
+def on_break(stoppable: Stoppable) -> None:
+    """Stop it, too, when connections are broken. Does not keep it alive."""
+    _stoppables.add(stoppable)
+
+
 def break_connections() -> None:
-    """Abort nccl, and shut down the TCP connections that this process accepted, except those of a TCPStore.
+    """Abort nccl, end the waits of everything given to :func:`on_break`, and shut down the TCP connections that this
+    process accepted, except those of a TCPStore.
 
     Afterwards the process groups are good for nothing but being destroyed. On systems other than Linux only
     nccl is aborted.
     """
+    for stoppable in list(_stoppables):
+        stoppable.stop_waiting()
     groups = list(dist.distributed_c10d._world.pg_names)
     backends = {dist.distributed_c10d._world.pg_map[group][0] for group in groups if group in _group_map()}
     if any("nccl" in backend for backend in backends):
