@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from ep_comm.cuda import sources
 from ep_comm.cuda.nvrtc import KernelError, compile_to_cubin, find_nvrtc, nvrtc_version
 from ep_comm.cuda.sources import build, kernel_sources
+from ep_comm.cuda.window import PlanLaunch
 
 ARCHITECTURES = ("sm_90", "sm_100")
 BUILDS = {
     "barrier": [("barrier.cu", {})],
     "record": [("record.cu", {})],
-    "plan": [("plan.cu", {"IDX64": wide}) for wide in (0, 1)],
+    "plan": [("plan.cu", {"IDX64": wide, "ITEMS_PER_WARP": items}) for wide, items in ((0, 128), (1, 512))],
     "routing": [("routing.cu", {"IDX64": wide, "ITEMS_PER_WARP": items}) for wide, items in ((0, 128), (1, 512))],
     "scatter": [
         ("scatter.cu", {"DTYPE": dtype, "VEC_BYTES": vec})
@@ -64,6 +66,25 @@ def test_compiles(group: str, arch: str, cache: Path) -> None:
         pytest.skip(f"NVRTC {nvrtc_version()} is older than sm_100")
     for file, defines in BUILDS[group]:
         assert build(file, arch, defines)[:4] == b"\x7fELF"
+
+
+def test_the_blocks_of_a_plan_run_at_once(cache: Path) -> None:
+    """They wait for each other: their registers and shared memory must leave room for as many as are launched."""
+    code = build("plan.cu", "sm_90", {"IDX64": 1, "ITEMS_PER_WARP": 512})
+    launch = PlanLaunch.of(132, num_tokens=1 << 17, top_k=8, num_experts=256, ep_size=64)
+    assert launch.items_per_warp == 512 and launch.resident_blocks(132) == 2 * 132
+    assert 2 * 32 * PlanLaunch.WARPS * registers(code) <= 65536
+
+
+def registers(code: bytes) -> int:
+    """Of a thread, from the compiled kernel's attributes."""
+    at, size, count = struct.unpack_from("<Q", code, 0x28)[0], *struct.unpack_from("<HH", code, 0x3A)
+    for header in range(at, at + size * count, size):
+        offset, length = struct.unpack_from("<QQ", code, header + 24)
+        for entry in range(offset, min(offset + length, len(code) - 12), 4):
+            if code[entry : entry + 4] == b"\x04\x2f\x08\x00":  # the attribute REGCOUNT: symbol and number
+                return struct.unpack_from("<I", code, entry + 8)[0]
+    raise AssertionError("the compiled kernel does not say how many registers it has")
 
 
 def test_every_source_is_compiled_above() -> None:

@@ -98,7 +98,7 @@ def _differences(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> li
         if len(groups) > 1:
             kind = "version-differs" if name in _MUST_AGREE else "setup-differs"
             findings.append(Finding(kind, f"{name} differs: {_listing(groups, hosts)}", _odd_ones(groups)))
-    for name, of in (("GPU", _own_gpu), ("number of cores", lambda fact: str(fact["cores"]))):
+    for name, of in (("GPU", _card), ("number of cores", lambda fact: str(fact["cores"]))):
         groups = _group([of(fact) for fact in facts])
         if len(groups) > 1:
             findings.append(Finding("setup-differs", f"{name} differs: {_listing(groups, hosts)}", _odd_ones(groups)))
@@ -143,8 +143,14 @@ def _gpu_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> l
         where = _where(idle, hosts)
         message = f"GPUs are visible, but the ranks compute on the CPU over {facts[idle[0]]['backend']} {where}"
         findings.append(Finding("cpu-instead-of-gpu", message, idle))
+    own = [_own_gpu(fact) for fact in facts]
+    used = {(host, gpu["uuid"]) for host, gpu in zip(hosts, own, strict=True) if gpu is not None}
     for fact in facts:
-        blocked = [link["gpu"] for link in fact["links"] if not link["peer_access"]]
+        host, uuids = hosts[fact["rank"]], {gpu["index"]: gpu["uuid"] for gpu in fact["gpus"]}
+        # What no rank uses does not matter.
+        blocked = [
+            link["gpu"] for link in fact["links"] if not link["peer_access"] and (host, uuids[link["gpu"]]) in used
+        ]
         if blocked:
             message = (
                 f"{fact['device']} of rank {fact['rank']} on {hosts[fact['rank']]} cannot address the memory of GPU "
@@ -180,12 +186,14 @@ def _where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return f"on rank {ranges(ranks)} ({shown})"
 
 
-def _own_gpu(fact: Mapping[str, Any]) -> str | None:
+def _own_gpu(fact: Mapping[str, Any]) -> Mapping[str, Any] | None:
     index = int(fact["device"].split(":")[1]) if ":" in fact["device"] else None
-    for gpu in fact["gpus"]:
-        if gpu["index"] == index:
-            return f"{gpu['name']} {gpu['memory_gb']} GB"
-    return None
+    return next((gpu for gpu in fact["gpus"] if gpu["index"] == index), None)
+
+
+def _card(fact: Mapping[str, Any]) -> str | None:
+    gpu = _own_gpu(fact)
+    return None if gpu is None else f"{gpu['name']} {gpu['memory_gb']} GB"
 
 
 # ---- collecting -----------------------------------------------------------------------------------------

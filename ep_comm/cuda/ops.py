@@ -20,7 +20,7 @@ from ..mxfp8 import MXFP8Tensor
 from ..status import HEADER_WORDS
 from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
 from .sources import SCALE_FLOOR
-from .window import MIN_SHARED_BYTES, WindowLayout
+from .window import MIN_SHARED_BYTES, PlanLaunch, WindowLayout
 
 __all__ = [
     "GatherTuning",
@@ -33,9 +33,6 @@ __all__ = [
     "scatter_rows",
 ]
 
-_PLAN_WARPS = 8
-_PLAN_ITEMS_PER_WARP = (128, 256, 512)
-_PLAN_BLOCKS_PER_SM = 4  # resident whatever the number of experts
 _FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
 _SHARED_BYTES = MIN_SHARED_BYTES - 4 * 1024  # dynamic shared memory of a block, with room for the static part
 
@@ -175,27 +172,20 @@ def plan(
         slot_rows_TK=new(num_tokens, top_k),
         slot_ranks_TK=new(num_tokens, top_k),
     )
-    items = num_tokens * top_k
-    per_warp = next(
-        (n for n in _PLAN_ITEMS_PER_WARP if items <= n * _PLAN_WARPS * kernels.num_sms),
-        _PLAN_ITEMS_PER_WARP[-1],
-    )
-    block_tokens = _PLAN_WARPS * per_warp // top_k
-    blocks = max(1, -(-num_tokens // block_tokens))
-    if blocks > _PLAN_BLOCKS_PER_SM * kernels.num_sms:
+    launch = PlanLaunch.of(kernels.num_sms, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, ep_size=ranks)
+    if launch.blocks > launch.resident_blocks(kernels.num_sms):
+        # Blocks would wait for others that never start. Transports ask plan_problem() when they are made.
         raise ArgumentError(
-            f"rank {window.rank}: topk_idx has {num_tokens} x {top_k} slots, more than the "
-            f"{_PLAN_BLOCKS_PER_SM * kernels.num_sms * _PLAN_WARPS * per_warp} that the plan kernel takes"
+            f"rank {window.rank}: topk_idx has {num_tokens} x {top_k} slots, more than the plan kernel takes"
         )
-    defines = {
-        "IDX64": int(topk_idx_TK.dtype == torch.int64), "WARPS": _PLAN_WARPS, "ITEMS_PER_WARP": per_warp
-    }  # fmt: skip
+    warps = PlanLaunch.WARPS
+    defines = {"IDX64": int(topk_idx_TK.dtype == torch.int64), "WARPS": warps, "ITEMS_PER_WARP": launch.items_per_warp}
     kernels.launch(
-        "plan.cu", "plan", defines, blocks, _PLAN_WARPS * 32,
+        "plan.cu", "plan", defines, launch.blocks, warps * 32,
         (*window._common(), np.int64(layout.counts_offset), header, topk_idx_TK, topk_weights_TK,
-         num_tokens, top_k, num_experts, max_tokens, alignment, new(blocks, ranks + num_experts),
+         num_tokens, top_k, num_experts, max_tokens, alignment, new(launch.blocks, ranks + num_experts),
          window.first_bad, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
-        shared_bytes=((_PLAN_WARPS + 2) * num_experts + ranks + 2 * block_tokens) * 4,
+        shared_bytes=launch.shared_bytes,
     )  # fmt: skip
     return tables
 

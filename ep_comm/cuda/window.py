@@ -1,4 +1,4 @@
-"""How a rank's symmetric window is laid out. The kernels take these numbers as plain integers."""
+"""How a rank's symmetric window is laid out, and what its kernels take. They get these numbers as plain integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from dataclasses import dataclass, fields
 from ..config import round_up
 from ..status import HEADER_WORDS
 
-__all__ = ["MAX_RANKS", "MAX_SEGMENTS", "MAX_TOP_K", "MIN_SHARED_BYTES", "STATE_WORDS", "WindowLayout"]
+__all__ = [
+    "MAX_RANKS",
+    "MAX_SEGMENTS",
+    "MAX_TOP_K",
+    "MIN_SHARED_BYTES",
+    "STATE_WORDS",
+    "PlanLaunch",
+    "WindowLayout",
+    "plan_problem",
+]
 
 MAX_RANKS = 64  # as in common.cuh
 MAX_SEGMENTS = 16
@@ -16,6 +25,9 @@ MIN_SHARED_BYTES = 220 * 1024  # of a block, for the largest kernel
 STATE_WORDS = 8
 _CONTROL_BYTES = 512
 _ALIGNMENT = 256
+_PLAN_ITEMS_PER_WARP = (128, 256, 512)
+_PLAN_BLOCKS_PER_SM = 2  # with 512 items a warp a thread has 128 registers
+_BLOCK_BYTES = 3 * 1024  # shared memory of a block that is not dynamic: its static part, and what CUDA keeps
 
 
 @dataclass(frozen=True)
@@ -91,3 +103,53 @@ class WindowLayout:
     def total_bytes(self) -> int:
         """Size of the window; it must be zero before its first use."""
         return self.area_offset + self.ep_size * self.max_tokens * self.pitch
+
+
+@dataclass(frozen=True)
+class PlanLaunch:
+    """How the plan kernel is launched for the tokens of one rank.
+
+    Attributes:
+        items_per_warp: (token, slot) pairs.
+        blocks: of ``WARPS`` warps.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    WARPS = 8
+
+    items_per_warp: int
+    blocks: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, num_sms: int, *, num_tokens: int, top_k: int, num_experts: int, ep_size: int) -> PlanLaunch:
+        """As little work a warp as leaves one block for each multiprocessor, else the most it takes."""
+        for per_warp in _PLAN_ITEMS_PER_WARP:
+            tokens = cls.WARPS * per_warp // top_k
+            blocks = max(1, -(-num_tokens // tokens))
+            if blocks <= num_sms:
+                break
+        return cls(per_warp, blocks, ((cls.WARPS + 2) * num_experts + ep_size + 2 * tokens) * 4)
+
+    def resident_blocks(self, num_sms: int) -> int:
+        """How many such blocks run at once."""
+        # A multiprocessor of the GPUs that are served has a little more than one block may take.
+        return num_sms * min(_PLAN_BLOCKS_PER_SM, MIN_SHARED_BYTES // (self.shared_bytes + _BLOCK_BYTES))
+
+
+def plan_problem(num_sms: int, *, num_tokens: int, top_k: int, num_experts: int, ep_size: int) -> str | None:
+    """Why the plan kernel cannot take up to ``num_tokens`` tokens of a rank, or None.
+
+    Its blocks wait for each other, so all have to run at once. Fewer tokens never need more blocks than fit.
+    """
+    launch = PlanLaunch.of(num_sms, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, ep_size=ep_size)
+    resident = launch.resident_blocks(num_sms)
+    if resident == 0:
+        return f"num_experts={num_experts}: their counts do not fit the shared memory of the plan kernel"
+    if launch.blocks > resident:
+        most = PlanLaunch.WARPS * launch.items_per_warp // top_k * resident
+        return (
+            f"max_tokens_per_rank={num_tokens}, at most {most} with top_k={top_k} and num_experts={num_experts} on a "
+            f"GPU of {num_sms} multiprocessors"
+        )
+    return None

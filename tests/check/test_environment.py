@@ -100,9 +100,13 @@ def test_threads() -> None:
 def test_gpus() -> None:
     (finding,) = found(fact(0, gpus=[GPU]), fact(1, gpus=[GPU]))
     assert finding.kind == "cpu-instead-of-gpu" and finding.ranks == (0, 1)
-    links = [{"gpu": 1, "peer_access": False, "nvlinks": 0}]
-    (finding,) = found(fact(0, gpus=[GPU], device="cuda:0", backend="nccl", links=links))
+    gpus = [GPU | {"index": index, "uuid": f"u{index}"} for index in range(3)]
+    links = [{"gpu": other, "peer_access": False, "nvlinks": 0} for other in (1, 2)]
+    ranks = [fact(r, gpus=gpus, device=f"cuda:{r}", backend="nccl", links=[] if r else links) for r in range(2)]
+    (finding,) = found(*ranks)
     assert finding.kind == "no-peer-access" and "cuda:0 of rank 0 on a" in finding.message
+    assert "of GPU 1 of its host" in finding.message  # and not of number 2, which no rank uses
+    assert found(ranks[0]) == []
 
 
 def test_ranges() -> None:
