@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ep_comm
 from ep_comm import ConfigError, Dispatcher, EPConfig, EPError, HandleError
+from ep_comm.cuda.window import WindowLayout
+from ep_comm.transport import windows
 
 from .harness import Caught, expect_error, run_ranks
 
@@ -173,6 +177,56 @@ def copies(rank: int, world_size: int) -> None:
 
 def test_copying_works_and_pickling_says_why_not() -> None:
     run_ranks(copies, 2)
+
+
+class FakeWindow:
+    """Takes as long as the slowest rank to make, as a window of GPU memory does."""
+
+    def __init__(self, rank: int, key: str, layout: WindowLayout) -> None:
+        self.rank, self.key, self.layout = rank, key, layout
+        dist.barrier()
+
+
+def windows_dropped_without_close(rank: int, world_size: int) -> list[str]:
+    def window(tokens: int) -> FakeWindow:
+        layout = WindowLayout(ep_size=world_size, num_experts=4, top_k=2, max_tokens=tokens, row_bytes=64)
+        made = windows.shared_window(dist.group.WORLD, layout, lambda *args: FakeWindow(rank, *args))
+        assert made.layout.covers(layout)
+        return made
+
+    names = []
+    gc.disable()
+    try:
+        for keeper in (0, 1, None):
+            first = window(8)
+            assert window(8) is first and window(4) is first
+            names.append(first.key)
+            cycle: list[Any] = [first]
+            cycle.append(cycle)
+            del first, cycle
+            if rank != keeper:
+                gc.collect()  # on the other rank it lives on
+        larger = window(8), window(16), window(12)
+        assert larger[1] is larger[2] is not larger[0]
+        names += [each.key for each in larger]
+        larger[1].rank = 1 - rank  # as after a group of the same name with its ranks in another order
+        names.append(window(16).key)
+        return names
+    finally:
+        gc.enable()
+
+
+def test_ranks_agree_on_windows_whatever_was_collected() -> None:
+    first, second = run_ranks(windows_dropped_without_close, 2)
+    assert first == second and len(set(first)) == 6
+
+
+def no_memory_on_one_rank(rank: int, world_size: int) -> Caught:
+    return expect_error(windows.require_everywhere, "no memory left" if rank == 1 else None, dist.group.WORLD)
+
+
+def test_a_window_that_one_rank_cannot_make() -> None:
+    same_everywhere(run_ranks(no_memory_on_one_rank, 2), "EPError", "rank 1: no memory left")
 
 
 def made_in_inference_mode(rank: int, world_size: int) -> None:

@@ -10,7 +10,6 @@ window again. Epochs are counted in device memory, so a replayed CUDA graph coun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,34 +19,50 @@ from ..config import EPConfig
 from ..cuda import ops
 from ..cuda.kernels import cuda_kernels
 from ..cuda.window import STATE_WORDS, WindowLayout
-from ..errors import PeerLostError
+from ..errors import ClosedError, PeerLostError
 from ..mxfp8 import MXFP8Tensor, wire_payload_bytes
 from ..plan import RoutingPlan, Sizing
 from ..status import FAULT_VALUES
+from ..unblock import on_break
 from .base import PlanRequest, Route, RowFormat, Transport
 from .collective import CollectiveTransport
+from .windows import require_everywhere, shared_window
 
 __all__ = ["SymmetricTransport"]
 
 _NO_BAD_ID = 2**31 - 1
 _OPERATIONS = {1: "dispatch (exchange of routing counts)", 2: "moving rows to experts", 3: "summing rows", 4: "barrier"}
+_STOPPED = 5
+_STATE_ERROR = 3  # as in common.cuh: what failed, peer, epoch
 
 
 class SharedWindow:
     """The window of one group on this rank, and its mapping on all of them.
 
     Made collectively. Kept alive by the transports that use it.
+
+    Raises:
+        EPError: on every rank, if one has no memory for it.
     """
 
     def __init__(
-        self, layout: WindowLayout, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
+        self, key: str, layout: WindowLayout, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+        self.key, self.layout, self.rank = key, layout, dist.get_rank(group)
+        memory, problem = None, None
+        try:
+            memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+        except Exception as error:
+            # Not raised here: the others would wait for this rank where windows are mapped.
+            problem = (
+                f"the symmetric transport's window of {layout.total_bytes / 2**20:,.0f} MiB (it grows with "
+                f"max_tokens_per_rank={layout.max_tokens}) cannot be allocated: {error}"
+            )
+        require_everywhere(problem, group)
         self._mapping = symmetric_memory.rendezvous(memory, group.group_name)
         memory.zero_()
-        self.layout = layout
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         """Of the latest operation."""
@@ -56,10 +71,14 @@ class SharedWindow:
             local=memory,
             state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
             first_bad=torch.full((1,), _NO_BAD_ID, dtype=torch.int32, device=device),
-            rank=dist.get_rank(group),
+            rank=self.rank,
             layout=layout,
             timeout_ns=int(timeout_seconds * 1e9),
         )
+        # The copy engine reaches a GPU whose SMs are all taken by waiting kernels.
+        self._stop_word = torch.tensor([_STOPPED], dtype=torch.int32).pin_memory()
+        self._stop_stream = torch.cuda.Stream(device)
+        on_break(self)
         # A peer may write into the window as soon as it runs its first kernel: not before all are zeroed.
         torch.cuda.synchronize(device)
         dist.barrier(group)
@@ -78,12 +97,14 @@ class SharedWindow:
         self._stream = stream
         return self.window
 
+    def stop_waiting(self) -> None:
+        """Let the kernels of this rank stop waiting for peers: one of them has failed."""
+        with torch.cuda.stream(self._stop_stream):
+            self.window.state[_STATE_ERROR : _STATE_ERROR + 1].copy_(self._stop_word, non_blocking=True)
 
-_windows: WeakValueDictionary[str, SharedWindow] = WeakValueDictionary()
 
-
-def _shared_window(config: EPConfig, group: dist.ProcessGroup, device: torch.device) -> SharedWindow:
-    """The group's window if it is large enough for ``config``, else a new one that is. Collective."""
+def _window_for(config: EPConfig, group: dist.ProcessGroup, device: torch.device) -> SharedWindow:
+    """A window of the group that is large enough for ``config``. Collective."""
     needed = WindowLayout(
         ep_size=dist.get_world_size(group),
         num_experts=config.num_experts,
@@ -92,14 +113,11 @@ def _shared_window(config: EPConfig, group: dist.ProcessGroup, device: torch.dev
         # Rows of any dtype, as they are: the widest that can travel.
         row_bytes=config.hidden_size * 4,
     )
-    shared = _windows.get(group.group_name)
-    if shared is not None:
-        if shared.layout.covers(needed):
-            return shared
-        needed = shared.layout.extended(needed)
-    shared = SharedWindow(needed, group, device, config.timeout_seconds)
-    _windows[group.group_name] = shared
-    return shared
+
+    def make(key: str, layout: WindowLayout) -> SharedWindow:
+        return SharedWindow(key, layout, group, device, config.timeout_seconds)
+
+    return shared_window(group, needed, make)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +153,7 @@ class SymmetricTransport(Transport):
         self._config = config
         self._collective = CollectiveTransport(group, rank, ep_size)
         self._kernels = cuda_kernels(device)
-        self._shared: SharedWindow | None = _shared_window(config, group, device)
+        self._shared: SharedWindow | None = _window_for(config, group, device)
         self._rank = rank
 
     def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
@@ -147,7 +165,7 @@ class SymmetricTransport(Transport):
             fault = torch.zeros(1 + FAULT_VALUES, dtype=torch.int32, device=request.header.device)
         tables = ops.plan(
             self._kernels,
-            self._shared.enter(),
+            self._enter(),
             torch.cat([request.header, fault]),
             request.topk_idx_TK,
             request.topk_weights_TK,
@@ -186,7 +204,7 @@ class SymmetricTransport(Transport):
         # The scalars of a route's first scatter were delivered by the plan, beside the rows' numbers.
         rows, weights_R, route.received = ops.scatter_rows(
             self._kernels,
-            self._shared.enter(),
+            self._enter(),
             rows_TH,
             route.plan.tables,
             route.sizing.rows,
@@ -211,7 +229,7 @@ class SymmetricTransport(Transport):
     ) -> tuple[Tensor, Tensor | None]:
         return ops.gather_sum(
             self._kernels,
-            self._shared.enter(),
+            self._enter(),
             rows_RH,
             route.plan.tables,
             route.received,
@@ -228,16 +246,23 @@ class SymmetricTransport(Transport):
         return payload + 4 * top_k * (int(scalars) + int(tables))
 
     def device_status(self) -> Tensor | None:
-        return self._shared.window.state[3:6]
+        return None if self._shared is None else self._shared.window.state[_STATE_ERROR : _STATE_ERROR + 3]
 
     def raise_device_error(self, words: list[int]) -> None:
         operation, peer, _ = words
+        if operation == _STOPPED:
+            raise PeerLostError(f"rank {self._rank}: stopped waiting for its peers, because another rank failed")
         if operation:
             raise PeerLostError(
                 f"rank {self._rank}: {_OPERATIONS.get(operation, 'a kernel')} failed: rank {peer} did not arrive "
                 f"within timeout_seconds={self._config.timeout_seconds}; it died, or runs other operations than "
                 f"this rank"
             )
+
+    def _enter(self) -> ops.Window:
+        if self._shared is None:
+            raise ClosedError(f"rank {self._rank}: cannot dispatch or combine: the dispatcher has been closed")
+        return self._shared.enter()
 
     def close(self) -> None:
         # The window goes with the last transport that uses it.
