@@ -180,7 +180,7 @@ class Bench:
             if "mxfp8-kept" in sessions:
                 sessions["mxfp8-kept"] = [each for each in sessions["mxfp8-kept"] if each == "dispatch"]
             for mode in modes:
-                for num_sms in options.num_sms if contender.sms else options.num_sms[:1]:
+                for num_sms in options.num_sms if contender.sms else (None,):
                     for dtype, directions in sessions.items():
                         if directions:
                             yield entrant, Plan(shape, dtype, mode, num_sms), directions

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from ep_comm.bench.contenders.base import pair_bytes, token_bytes
-from ep_comm.bench.options import Shape
+from ep_comm.bench.contenders import own
+from ep_comm.bench.contenders.base import Place, pair_bytes, token_bytes
+from ep_comm.bench.options import BenchOptions, Shape
 from ep_comm.bench.routing import RoutingSet, draw_experts, draw_sets
+from ep_comm.bench.run import Bench
 from ep_comm.bench.timing import median_of_slowest
 from ep_comm.bench.work import Work, expert_output, make_work
 from tests import reference
@@ -22,6 +26,21 @@ def test_routing_is_a_function_of_the_seed() -> None:
     for other in ({"rank": 0}, {"number": 1}, {"seed": 6}):
         assert not torch.equal(first, draw_experts(SHAPE, **{"rank": 1, "number": 0, "seed": 5, "skew": 1.0, **other}))
     assert all(len(set(slots)) == 3 for slots in first.tolist())
+
+
+@pytest.mark.parametrize("chosen, times", [("symmetric", 2), ("hierarchical", 1), ("collective", 1)])
+def test_multiprocessors_only_where_they_mean_something(
+    chosen: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--num-sms 8,24`` with a transport that leaves it to NCCL is one measurement, and a dash in the table."""
+    monkeypatch.setattr(own, "Dispatcher", lambda *_: SimpleNamespace(transport=chosen))
+    options = BenchOptions(tokens=(8,), hidden=(32,), experts=(8,), top_k=2, num_sms=(8, 24))
+    contender = own.OwnTransport("auto")
+    contender.start(Place(0, 2, torch.device("cuda", 0), None, options))
+    entrants = [SimpleNamespace(contender=contender)]
+    plans = list(Bench._plans(SimpleNamespace(options=options, _entrants=entrants), SHAPE))
+    assert len(plans) == times * len({(plan.dtype, plan.mode) for _, plan, _ in plans})
+    assert {contender.multiprocessors(plan) for _, plan, _ in plans} == ({"8", "24"} if times == 2 else {"-"})
 
 
 def test_skewed_experts_follow_the_zipf_law() -> None:

@@ -104,7 +104,7 @@ class Contender(ABC):
         directions, dtypes, modes: that it can do; a contender that can do none of the modes asked for runs in its
             first one.
         exact: its sums are those of docs/architecture.md bit for bit.
-        sms: it honours ``num_sms``.
+        sms: it honours ``num_sms``; known once it has started.
     """
 
     name: str
@@ -131,8 +131,8 @@ class Contender(ABC):
         """Give back what :meth:`start` made."""
 
     def multiprocessors(self, plan: Plan) -> str:
-        """Multiprocessors that its kernels may use, for the table."""
-        return "-" if self.place.device.type != "cuda" else "NCCL"
+        """Multiprocessors that its kernels may use, for the table; a dash where ``num_sms`` means nothing."""
+        return "-"
 
 
 def token_bytes(routing: RoutingSet, row_bytes: int) -> int:

@@ -39,7 +39,6 @@ class OwnTransport(Contender):
         self.transport = transport
         self.name = f"own {transport}"
         self.origin = f"this library, transport={transport!r}"
-        self.sms = transport != "collective"
 
     def problem(self, place: Place) -> str | None:
         if place.ep_size == 1 and self.transport not in ("auto", "collective"):
@@ -61,6 +60,8 @@ class OwnTransport(Contender):
             ),
             place.group,
         )
+        # The others leave it to NCCL.
+        self.sms = self._keeper.transport == "symmetric"
         # Its sums are made inside each host first, which rounds elsewhere.
         self.exact = self._keeper.transport != "hierarchical"
         if self.transport == "auto":
@@ -73,7 +74,7 @@ class OwnTransport(Contender):
         return _OwnSession(self.transport, plan, self.place)
 
     def multiprocessors(self, plan: Plan) -> str:
-        if self.place.device.type != "cuda" or self._keeper.transport != "symmetric":
+        if not self.sms:
             return super().multiprocessors(plan)
         return str(plan.num_sms or torch.cuda.get_device_properties(self.place.device).multi_processor_count)
 
