@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..distributed import Env
+from ..tables import print_table
 from .options import DIRECTIONS, BenchOptions, Shape
 
 __all__ = ["COLUMNS", "LinkSpeed", "NotRun", "Report", "Result", "print_begin", "print_end", "print_shape", "to_json"]
@@ -143,7 +144,7 @@ def print_begin(console: Console, report: Report) -> None:
     console.print(f"us: median of {options['iterations']} iterations of the slowest rank, everything included")
     table = _table()
     table.show_header = True
-    console.print(table)
+    print_table(console, table)
 
 
 def print_shape(console: Console, report: Report, shape: Shape) -> None:
@@ -158,7 +159,7 @@ def print_shape(console: Console, report: Report, shape: Shape) -> None:
         table = _table()
         for line in lines:
             table.add_row(*_cells(report, line), style=None if line.ranked else "red")
-        console.print(table)
+        print_table(console, table)
         for line in lines:
             why = line.wrong or line.problem
             if why:
@@ -209,13 +210,20 @@ def _cells(report: Report, line: Result) -> list[str | Text]:
         line.mode,
         line.sms,
         "-" if line.microseconds is None else _microseconds(line.microseconds),
-        f"{line.wire_bytes / 1e6:,.1f}" if line.wire_bytes else "-",
-        "-" if speed is None else f"{speed:.1f}",
-        "-" if share is None else f"{100 * share:.0f}%",
+        _tenths(line.wire_bytes / 1e6) if line.wire_bytes else "-",
+        "-" if speed is None else _tenths(speed),
+        "-" if share is None else f"{100 * share:.0f}%" if share < 9.995 else f"{share:.0f}x",
         "-" if line.host_syncs is None else str(line.host_syncs),
         check,
     ]
 
 
+def _tenths(value: float) -> str:
+    """In the width of its column whatever it is."""
+    return f"{value:.1f}" if value < 999.95 else f"{value:,.0f}" if value < 99_999.5 else f"{value:.0e}"
+
+
 def _microseconds(value: float) -> str:
-    return f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+    if value >= 999_999.5:
+        return f"{value / 1e6:,.2f} s"
+    return f"{value:,.1f}" if value < 9_999.95 else f"{value:,.0f}"

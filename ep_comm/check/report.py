@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..tables import print_table
 from .correctness import DIRECTIONS
 from .findings import Finding, ranges
 from .result import CheckResult
@@ -81,7 +82,7 @@ def print_report(console: Console, result: CheckResult) -> None:
     ):
         if table is not None:
             console.print()
-            console.print(table)
+            print_table(console, table)
             if note:
                 console.print(note, style="dim")
     print_findings(console, result.findings)

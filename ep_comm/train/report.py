@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..tables import print_table
 from ..tune.budgets import BudgetFile
 from .gradients import is_expert
 from .loop import Trainer
@@ -69,19 +70,19 @@ def run_facts(run: Trainer) -> dict[str, Any]:
 def print_report(console: Console, facts: dict[str, Any]) -> None:
     """Three small tables that fit 80 columns."""
     console.print()
-    console.print(_summary(facts))
+    print_table(console, _summary(facts))
     if facts["layers"]:
         console.print()
-        console.print(_budget_table(facts))
+        print_table(console, _budget_table(facts))
     if facts["wire"]:
         console.print()
-        console.print(_wire_table(facts))
+        print_table(console, _wire_table(facts))
     if any(facts["phase_seconds"].values()):
         console.print()
-        console.print(_time_table(facts))
+        print_table(console, _time_table(facts))
     if facts["device"] != "cpu":
         console.print()
-        console.print(_step_table(facts))
+        print_table(console, _step_table(facts))
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:

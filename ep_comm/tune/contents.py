@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..tables import print_table
 from .assemble import assemble, record_counts, survey
 from .pieces import token_counts
 from .problems import ProblemLog
@@ -134,7 +135,7 @@ def print_contents(console: Console, contents: Contents) -> None:
     print_problems(console, contents.log.problems)
     if not contents.log.problems:
         console.print("no problems found")
-    console.print(_load_table(contents))
+    print_table(console, _load_table(contents))
     if contents.sample is None:
         console.print(f"no demand of steps: {contents.why_no_sample}")
         return
@@ -154,7 +155,7 @@ def _load_table(contents: Contents) -> Table:
         "unused",
         f"busiest rank{ranks}",
         "rows a step: median",
-        "99 %",
+        "99\u00a0%",  # stays in one line
         "largest",
     ):
         table.add_column(name, justify="left" if name == "layer" else "right")

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..tables import print_table
 from .problems import KINDS, Problem
 from .run import TuneResult
 from .tail import Interval
@@ -29,7 +30,7 @@ def print_result(console: Console, result: TuneResult) -> None:
         console.print(f"note: {note}")
     for warning in result.warnings:
         console.print(f"[yellow]warning:[/yellow] {warning}")
-    console.print(_layer_table(result))
+    print_table(console, _layer_table(result))
     costs = result.request.costs
     run = result.run
     console.print(
@@ -49,7 +50,7 @@ def print_result(console: Console, result: TuneResult) -> None:
         f"cost: {choice.chosen.cost_ms:.3g} ms a step expected (padding + replays), assuming a replay costs "
         f"{costs.replay:g} ms, {costs.memory_gbps:g} GB/s memory, {costs.link_gbps:g} GB/s link"
     )
-    console.print(_alternatives_table(result))
+    print_table(console, _alternatives_table(result))
     _print_hold_out(console, result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ep_comm.cli.main import run as run_cli
 from ep_comm.train.options import TrainOptions, parse_budget
 from ep_comm.tune import BudgetFile, LayerChoice, TuneError, load_budgets
 from ep_comm.tune.budgets import Rate
+from ep_comm.tune.contents import print_contents, read_contents
 from ep_comm.tune.drift import find_drift
 from ep_comm.tune.html import write_html
 from ep_comm.tune.policy import replay_steps
@@ -248,6 +250,18 @@ def test_report_is_self_contained(result: TuneResult, tmp_path: Path) -> None:
     assert text.count("data:image/png;base64,") == 4
     assert not re.search(r"(src|href)=['\"]http", text)
     assert "hold-out: fitted on the first 300 steps" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_number_is_cut(result: TuneResult, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_result(console, result)
+    print_contents(console, read_contents([TRAINING], None, None, (), {}))
+    text = console.file.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= max(width, 66)
+    assert "busiest" in text and "capacity_factor=1.25" in text
+    budgets = [f"{int(rows):,}" for rows in result.recommendation.chosen.budgets_J[: len(result.sample.layers)]]
+    assert all(rows in text for rows in budgets)
 
 
 def test_terminal_report_names_everything(result: TuneResult) -> None:
