@@ -25,6 +25,7 @@ from .deferred import Latch
 from .errors import EPError
 from .ledger import StepLedger
 from .optimizers import optimizers_can_be_captured, optimizers_can_skip, step_unless
+from .unblock import on_break
 
 __all__ = ["CapturedStep", "GraphCache", "release_graphs"]
 
@@ -115,6 +116,7 @@ class GraphCache:
         self.replays = 0
         """Graph launches so far."""
         _caches.add(self)
+        on_break(self)
 
     def launch(self, captured: CapturedStep, batch: Any, *, keep_batch: bool = False) -> LaunchedStep:
         """:meth:`CapturedStep.launch`, counted."""
@@ -128,6 +130,12 @@ class GraphCache:
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()
+
+    def stop_waiting(self) -> None:
+        """Let go of the graphs, running ones too: NCCL's abort waits until nothing holds its kernels."""
+        self._given_up = True
+        while self._graphs:
+            self._graphs.popitem()[1].graph.reset()
 
     def note_committed(self, batch: Any) -> None:
         """Count a step towards the warm-up of its batch signature, now that the optimizers have their state."""

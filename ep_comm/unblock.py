@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 __all__ = ["Stoppable", "break_connections", "on_break"]
 
+_ABORT_SECONDS = 2.0
 _LISTEN, _ESTABLISHED = "0A", "01"
 
 
@@ -49,10 +52,23 @@ def break_connections() -> None:
     groups = list(dist.distributed_c10d._world.pg_names)
     backends = {dist.distributed_c10d._world.pg_map[group][0] for group in groups if group in _group_map()}
     if any("nccl" in backend for backend in backends):
-        for group in groups:
-            group.abort()
+        _abort(groups)
     if any("gloo" in backend for backend in backends) and sys.platform.startswith("linux"):
         _shut_down_accepted(_store_ports())
+
+
+def _abort(groups: list[dist.ProcessGroup]) -> None:
+    """Abort all of them at once, and give up on those that take long: the caller has more to do.
+
+    NCCL's abort ends its kernels at once, and returns when nothing holds them any more, a CUDA graph that somebody
+    else made, say.
+    """
+    threads = [threading.Thread(target=group.abort, name="ep_comm abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _group_map() -> dict[dist.ProcessGroup, object]:
