@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from ep_comm.cuda import sources
+from ep_comm.cuda import driver, sources
+from ep_comm.cuda.driver import Launcher
 from ep_comm.cuda.nvrtc import KernelError, compile_to_cubin, find_nvrtc, nvrtc_version
 from ep_comm.cuda.sources import build, kernel_sources
 from ep_comm.cuda.window import PlanLaunch
@@ -134,3 +138,55 @@ def test_compiler_errors_are_shown() -> None:
 def test_unknown_source_is_named() -> None:
     with pytest.raises(KernelError, match=r"no kernel source named 'nothing\.cu'"):
         build("nothing.cu", "sm_90", {})
+
+
+def test_launches_hand_over_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every argument at its natural alignment, also while another launch of the kernel is under way."""
+    here, empty = torch.arange(3), torch.empty(0)
+    arguments = (7, here, np.int64(-(2**40)), 1, 2, None, empty, True, np.float32(0.5), np.uint64(2**63))
+    launcher = Launcher("a_kernel", 1234, arguments)
+    types = (
+        "c_int32",
+        "c_uint64",
+        "c_int64",
+        "c_int32",
+        "c_int32",
+        "c_uint64",
+        "c_uint64",
+        "c_int32",
+        "c_float",
+        "c_uint64",
+    )
+
+    def read(packed: tuple[object, object, int]) -> list[int | float]:
+        addresses = (ctypes.c_void_p * len(types)).from_address(packed[2])
+        assert all(a % ctypes.sizeof(getattr(ctypes, t)) == 0 for a, t in zip(addresses, types, strict=True))
+        return [getattr(ctypes, t).from_address(a).value for a, t in zip(addresses, types, strict=True)]
+
+    expected = [7, here.data_ptr(), -(2**40), 1, 2, 0, 16, 1, 0.5, 2**63]
+    first = launcher.pack(arguments)
+    second = launcher.pack((8, None, *arguments[2:]))
+    assert read(first) == expected and read(second) == [8, 0, *expected[2:]]
+    launcher.give_back(second)
+    with pytest.raises(struct.error):
+        launcher.pack((2**31, *arguments[1:]))
+
+    calls = []
+
+    class Driver:
+        def cuLaunchKernel(self, *call: object) -> int:
+            calls.append(call)
+            return next(statuses)
+
+        def cuGetErrorName(self, status: int, name: object) -> int:
+            return 1
+
+    monkeypatch.setattr(driver, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: None)
+    statuses = iter([0, 201, 0, 700])
+    launcher.launch(5, 64, arguments, 100, 99)
+    assert calls[0][:9] == (1234, 5, 1, 1, 64, 1, 1, 100, 99) and len(calls[0]) == 11
+    launcher.launch(5, 64, arguments, 100, 99)
+    assert len(calls) == 3, "a thread without a context gets one"
+    with pytest.raises(KernelError, match=r"a_kernel failed: CUDA error 700"):
+        launcher.launch(5, 64, arguments, 100, 99)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .driver import Launcher
 from .nvrtc import KernelError, find_nvrtc
 from .sources import build
 
@@ -18,7 +18,6 @@ __all__ = ["CudaKernels", "KernelError", "cuda_kernels", "cuda_kernels_problem",
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STATIC_SHARED_LIMIT = 40 * 1024  # dynamic shared memory that needs no permission, beside some static
 _STATIC_SHARED_ROOM = 4 * 1024
-_EMPTY = 16  # aligned, and never read
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -74,6 +73,7 @@ class CudaKernels:
         self._functions: dict[tuple[Any, ...], Any] = {}
         self._modules: dict[tuple[Any, ...], Any] = {}
         self._shared_bytes: dict[tuple[Any, ...], int] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self.most_shared_bytes = (
             getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
             - _STATIC_SHARED_ROOM
@@ -115,25 +115,33 @@ class CudaKernels:
     ) -> None:
         """Launch a kernel on torch's current stream of the device.
 
-        Arguments: tensors and None become pointers, NumPy scalars keep their type, Python ints are int32.
+        Arguments: tensors and None become pointers, NumPy scalars keep their type, Python ints are int32. Every launch
+        of a kernel has to have the types of its first.
+
+        Raises:
+            KernelError: it cannot be compiled, or the driver refuses.
         """
-        function = self.function(file, name, defines, shared_bytes)
-        stream = _Stream(torch.cuda.current_stream(self.device).cuda_stream)
-        values = tuple(map(_argument, arguments))
-        if torch.cuda.current_device() == self.device.index:
-            function((grid,), (block,), values, shared_bytes, stream)
+        launcher = self._launchers.get((file, name, *defines.items()))
+        if launcher is None or shared_bytes > launcher.shared_bytes:
+            function = self.function(file, name, defines, shared_bytes)
+            launcher = self._launchers.setdefault(
+                (file, name, *defines.items()), Launcher(name, function.ptr, arguments)
+            )
+            launcher.shared_bytes = max(launcher.shared_bytes, shared_bytes)
+        index = self.device.index
+        if torch.cuda.current_device() == index:
+            launcher.launch(grid, block, arguments, shared_bytes, _raw_stream(index))
             return
-        with torch.cuda.device(self.device):
-            function((grid,), (block,), values, shared_bytes, stream)
+        with torch.cuda.device(index):
+            launcher.launch(grid, block, arguments, shared_bytes, _raw_stream(index))
 
 
-class _Stream:
-    """What CuPy's launch needs to know of a stream; making one of CuPy's own costs more than the launch."""
+def _current_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
 
-    __slots__ = ("ptr",)
 
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+# Without an object for the stream, if this PyTorch has it: making one costs more than the launch.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 @cache
@@ -145,14 +153,3 @@ def cuda_kernels(device: torch.device) -> CudaKernels | None:
         return CudaKernels(device)
     except KernelError:
         return None
-
-
-def _argument(value: Any) -> Any:
-    if value is None:
-        return np.uint64(0)
-    if isinstance(value, Tensor):
-        # An empty tensor has no address, but it is there: kernels take null for "not given".
-        return np.uint64(value.data_ptr() or _EMPTY)
-    if isinstance(value, int):
-        return np.int32(value)
-    return value
