@@ -426,7 +426,7 @@ class Dispatcher:
     def _note(self, plan: RoutingPlan) -> None:
         """Remember what this dispatch needed; no host sync."""
         record = None if self.budget is None else self.record
-        note_dispatch(plan, self._exchange.layout.split(plan.matrix_PX)[0], record, self._sent)
+        note_dispatch(plan, record, self._sent)
         self._latest = plan
 
     def _channel(self, plan: RoutingPlan, sizing: Sizing, dtype: torch.dtype, sequence: int) -> Channel:

@@ -13,8 +13,8 @@ from .budget import StaticBudget
 from .config import EPConfig
 from .errors import EPError
 from .handle import DispatchHandle
-from .plan import CountMatrix, RoutingPlan, Sizing, required_rows
-from .status import DTYPES, Fault, FaultCode, Operation
+from .plan import CountMatrix, RoutingPlan, Sizing
+from .status import DTYPES, Fault, FaultCode, Header, Operation
 from .transport import Transport
 from .transport.base import PlanRequest
 
@@ -50,7 +50,7 @@ class Exchange:
         self.rank, self.ordinal, self.name = rank, ordinal, name
         self.layout = CountMatrix(config, ep_size, transport.hosts)
         self._ep_size = ep_size
-        self._headers: dict[tuple[Any, ...], Tensor] = {}
+        self._headers: dict[tuple[Any, ...], Header] = {}
 
     def plan(
         self,
@@ -79,8 +79,8 @@ class Exchange:
         device, dtype_code = tokens.device, DTYPES.index(tokens.dtype)
         request = PlanRequest(
             layout=self.layout,
-            header=self._header(device, Operation.DISPATCH, sequence, tokens.shape[0], dtype_code, limit),
-            fault=None if fault is None else _words(fault, device),
+            status=self._header(device, Operation.DISPATCH, sequence, tokens.shape[0], dtype_code, limit),
+            fault_words=None if fault is None else fault.words(),
             topk_idx_TK=topk_idx.contiguous(),
             topk_weights_TK=topk_weights.detach().contiguous(),
             alignment=self.config.alignment,
@@ -103,14 +103,14 @@ class Exchange:
         sequence, num_tokens = (handle.channel.sequence, handle.num_tokens) if known else (0, 0)
         dtype_code = DTYPES.index(expert_output.dtype) if fault is None else 0
         header = self._header(device, operation, sequence, num_tokens, dtype_code, _NO_LIMIT)
-        message = self.layout.message(header, _words(fault or Fault(FaultCode.NONE), device))
+        message = self.layout.message(header, (fault or Fault(FaultCode.NONE)).words(), device=device)
         matrix_PX = self.transport.exchange_counts(message, f"combine of {self.name}")
         raise_reported(self, self._to_host(matrix_PX), fault, recorded=False)
 
     def prepare_capture(self) -> None:
         """Make what a capture may not make: status words for the budget in force, for all calls seen so far."""
         for device, operation, _, num_tokens, dtype_code, _ in list(self._headers):
-            self._header(device, operation, 0, num_tokens, dtype_code, self.budget.rows.rows)
+            self._header(device, operation, 0, num_tokens, dtype_code, self.budget.rows.rows).on(device)
 
     @property
     def _pair_rows(self) -> int:
@@ -129,10 +129,11 @@ class Exchange:
         raise_reported(self, host_PX, fault, recorded=self.budget is not None)
         if not exact:
             return Sizing(rows=limit, pair_rows=self._pair_rows)
-        _, pairs_PP, counts_PE = self.layout.split(host_PX)
-        required = int(required_rows(counts_PE.sum(0), self._ep_size, self.config.alignment)[self.rank])
-        host_tokens = self.layout.host_tokens(host_PX).tolist()
-        return Sizing(rows=min(required, limit), pair_tokens=pairs_PP.tolist(), host_tokens=host_tokens)
+        return Sizing(
+            rows=min(self.layout.rows_of(host_PX, self.rank, self.config.alignment), limit),
+            pair_tokens=self.layout.pair_tokens(host_PX).tolist(),
+            host_tokens=self.layout.host_tokens(host_PX).tolist(),
+        )
 
     def _to_host(self, matrix_PX: Tensor) -> Tensor:
         """Exchanged messages on the host, after the transport's own errors were looked at; one copy for both."""
@@ -143,16 +144,12 @@ class Exchange:
         self.transport.raise_device_error(words[: status.numel()].tolist())
         return words[status.numel() :].view(matrix_PX.shape)
 
-    def _header(self, device: torch.device, operation: Operation, sequence: int, *words: int) -> Tensor:
+    def _header(self, device: torch.device, operation: Operation, sequence: int, *words: int) -> Header:
         word = operation.word(self.ordinal)
         if self.budget is None:
-            return self.layout.header(word, sequence, *words).to(device, non_blocking=True)
+            return self.layout.header(word, sequence, *words)
         # Constant from call to call, so that a captured step copies nothing from the host.
         key = (device, operation, self._pair_rows, *words)
         if key not in self._headers:
-            self._headers[key] = self.layout.header(word, self._pair_rows, *words).to(device)
+            self._headers[key] = self.layout.header(word, self._pair_rows, *words)
         return self._headers[key]
-
-
-def _words(fault: Fault, device: torch.device) -> Tensor:
-    return torch.tensor(fault.words(), dtype=torch.int32).to(device)

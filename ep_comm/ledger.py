@@ -98,11 +98,10 @@ class DispatchRecord:
         )
 
 
-def note_dispatch(plan: RoutingPlan, header_PX: Tensor, record: DispatchRecord | None, sent: Tensor) -> None:
+def note_dispatch(plan: RoutingPlan, record: DispatchRecord | None, sent: Tensor) -> None:
     """Enter one dispatch. No host sync.
 
     Args:
-        header_PX: the status words of all ranks.
         record: where its demand goes; None in eager mode.
         sent: int64 without dimensions, tokens that this rank has sent to others so far; updated.
     """
@@ -122,6 +121,7 @@ def note_dispatch(plan: RoutingPlan, header_PX: Tensor, record: DispatchRecord |
     words[_TOKENS_SENT].add_(tokens)
     required = words[4 + _FAULT_WORDS :]
     required.copy_(torch.maximum(required, plan.required_rows_P))
+    header_PX = plan.matrix_PX[:, :HEADER_WORDS]
     faults_P = header_PX[:, Word.FAULT] != 0
     # index_select: indexing with a tensor of no dimensions would read it on the host.
     first = faults_P.to(torch.uint8).argmax().view(1)

@@ -14,6 +14,7 @@ Letters: T tokens, K slots, E experts, L experts of a rank, P ranks, G hosts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from .config import EPConfig
 from .cuda.kernels import cuda_kernels
-from .cuda.routing import derive_plan, local_routing, routing_fits
-from .status import HEADER_WORDS, FaultCode, Word
+from .cuda.routing import derive_plan, local_routing, routing_fits, write_message
+from .status import HEADER_WORDS, FaultCode, Header, Word
 
 if TYPE_CHECKING:
     from .transport.hosts import Hosts
@@ -149,24 +150,37 @@ class CountMatrix:
         self._counts_end = HEADER_WORDS + ep_size + config.num_experts
         self.width = self._counts_end + (0 if hosts is None else hosts.num_hosts)
 
-    def header(self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int) -> Tensor:
-        """The status words before the fault, int32 ``[5]`` on the host; see :mod:`ep_comm.status`."""
-        words = [operation, agreed % 2**31, num_tokens, dtype_code, budget_rows]
-        return torch.tensor(words, dtype=torch.int32)
+    def header(self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int) -> Header:
+        """The status words before the fault; see :mod:`ep_comm.status`."""
+        return Header(operation, agreed % 2**31, num_tokens, dtype_code, budget_rows)
 
-    def message(self, header: Tensor, fault: Tensor, routing: LocalRouting | None = None) -> Tensor:
-        """This rank's row, int32 ``[width]``, on the device of its parts.
+    def message(
+        self,
+        header: Header,
+        fault: Tensor | Sequence[int],
+        routing: LocalRouting | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """This rank's row, int32 ``[width]``.
 
         Args:
             header: from :meth:`header`.
-            fault: int32 [5], code and four integers, zeros where nothing is wrong.
+            fault: code and four integers, zeros where nothing is wrong; int32 ``[5]`` if it is on the device.
             routing: counts to send; None sends zeros (a message that only carries status).
+            device: of the message; without it that of ``routing``.
         """
-        if routing is None:
-            counts = header.new_zeros(self.width - HEADER_WORDS)
-        else:
-            counts = torch.cat([routing.pair_tokens_P, routing.counts_E, *self._host_counts(routing)]).to(torch.int32)
-        return torch.cat([header, fault, counts])
+        counts: list[Tensor] = []
+        if routing is not None:
+            device = routing.counts_E.device
+            counts = [routing.pair_tokens_P, routing.counts_E, *self._host_counts(routing)]
+        kernels = cuda_kernels(device)
+        if kernels is not None:
+            return write_message(kernels, header.words, fault, counts, self.width)
+        if not isinstance(fault, Tensor):
+            fault = torch.tensor(fault, dtype=torch.int32).to(device)
+        empty = self.width - HEADER_WORDS
+        sent = torch.cat(counts).int() if counts else torch.zeros(empty, dtype=torch.int32, device=device)
+        return torch.cat([header.on(device), fault, sent])
 
     def split(self, matrix_PX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The exchanged matrix as (status words ``[P, HEADER_WORDS]``, pair tokens ``[P, P]``, counts ``[P, E]``)."""
@@ -177,6 +191,18 @@ class CountMatrix:
     def host_tokens(self, matrix_PX: Tensor) -> Tensor:
         """The tokens from every rank to every host, ``[P, G]``; ``[P, 0]`` where the transport knows of no hosts."""
         return matrix_PX[:, self._counts_end :]
+
+    def pair_tokens(self, matrix_PX: Tensor) -> Tensor:
+        """The tokens from every rank to every rank, a view ``[P, P]`` of the exchanged matrix."""
+        return matrix_PX.narrow(1, HEADER_WORDS, self.ep_size)
+
+    def rows_of(self, host_PX: Tensor, rank: int, alignment: int) -> int:
+        """What :func:`required_rows` says of one rank, from the exchanged matrix on the host."""
+        local = self.num_experts // self.ep_size
+        first = HEADER_WORDS + self.ep_size + rank * local
+        # By NumPy, as its calls cost a fraction of torch's and an eager dispatch waits for this number.
+        counts_L = host_PX.numpy()[:, first : first + local].sum(0, dtype="int64")
+        return int((-(-counts_L // alignment)).sum()) * alignment
 
     def _host_counts(self, routing: LocalRouting) -> list[Tensor]:
         return [] if self._hosts is None else [self._hosts.needed(routing.needs_TP).sum(0)]
@@ -252,7 +278,7 @@ def make_plan(
         matrix_PX: exchanged messages, int32 ``[P, layout.width]``; the ranks' budgets are in their status words.
         pair_limit: most tokens that may go from one rank to another, or None.
     """
-    header_PX, pairs_PP, counts_PE = layout.split(matrix_PX)
+    pairs_PP = layout.pair_tokens(matrix_PX)
     ep_size, num_experts = layout.ep_size, layout.num_experts
     num_tokens, top_k = routing.idx_TK.shape
     common = {
@@ -277,6 +303,7 @@ def make_plan(
             pair_limit=pair_limit,
         )
         return CountedPlan(**common, **derived)
+    header_PX, _, counts_PE = layout.split(matrix_PX)
     counts_PE = counts_PE.long()
     experts_per_rank = num_experts // ep_size
 

@@ -35,6 +35,7 @@ __all__ = [
     "HEADER_WORDS",
     "Fault",
     "FaultCode",
+    "Header",
     "Operation",
     "Word",
     "device_values",
@@ -114,6 +115,26 @@ class Word(IntEnum):
 
 
 HEADER_WORDS = Word.VALUES + FAULT_VALUES
+
+
+class Header:
+    """The status words in front of the fault.
+
+    Kernels take them from the host as arguments; for others they are copied to the device, once for each header.
+
+    Args:
+        words: operation, agreed, tokens, dtype and budget, as above.
+    """
+
+    def __init__(self, *words: int) -> None:
+        self.words = words
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[5]`` on the device."""
+        if device not in self._on:
+            self._on[device] = torch.tensor(self.words, dtype=torch.int32).to(device, non_blocking=True)
+        return self._on[device]
 
 
 class Operation(IntEnum):

@@ -1,5 +1,6 @@
 // The routing plan where ranks exchange their counts by a collective: what ep_comm.plan derives from a rank's
-// own ids (count_slots, place_slots) and from the counts of all ranks (derive_plan). Nothing here talks to a peer.
+// own ids (count_slots, place_slots), what it tells the others (write_message), and what follows from the counts of
+// all ranks (derive_plan). Nothing here talks to a peer.
 //
 // Options: IDX64 (1 = int64 ids), WARPS (of a block), ITEMS_PER_WARP (a multiple of 32).
 #include "common.cuh"
@@ -18,6 +19,7 @@
 
 #define HEADER_WORDS 10  // ep_comm.status
 #define WORD_BUDGET 4
+#define WORD_FAULT 5
 #define FAULT_EXPERT_ID 15
 
 #if IDX64
@@ -118,6 +120,28 @@ place_slots(const Idx* __restrict__ topk_idx, i64 S, int K, int E, int P, const 
         if (e >= 0 && (same & lanes_below()) == 0) mine[e] += __popc(same);
         __syncwarp();
         if (i < S) position[i] = at;
+    }
+}
+
+// This rank's message: five words of header, five of the fault (from the device, or as arguments where `fault` is
+// null), then up to three parts of counts, then zeros.
+//   a, b, c        int64 [na], [nb], [nc], may be null: tokens for each rank, slots of each expert, tokens for each host
+//   message        int32 [X]
+extern "C" __global__ void __launch_bounds__(THREADS)
+write_message(int operation, int agreed, int tokens, int dtype, int budget, const int* __restrict__ fault, int code,
+              int v0, int v1, int v2, int v3, const i64* __restrict__ a, int na, const i64* __restrict__ b, int nb,
+              const i64* __restrict__ c, int nc, int* message, int X) {
+    int words[HEADER_WORDS] = {operation, agreed, tokens, dtype, budget, code, v0, v1, v2, v3};
+    for (int x = blockIdx.x * THREADS + threadIdx.x; x < X; x += gridDim.x * THREADS) {
+        int word = 0, i = x - HEADER_WORDS;
+        if (i < 0) {
+#pragma unroll
+            for (int w = 0; w < HEADER_WORDS; ++w) word = x == w ? words[w] : word;
+            if (fault && x >= WORD_FAULT) word = fault[x - WORD_FAULT];
+        } else if (i < na) word = (int)a[i];
+        else if (i < na + nb) word = (int)b[i - na];
+        else if (i < na + nb + nc) word = (int)c[i - na - nb];
+        message[x] = word;
     }
 }
 

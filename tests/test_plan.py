@@ -47,6 +47,9 @@ def test_two_ranks_by_hand() -> None:
         assert plan.required_rows_P.tolist() == [4, 8]
         assert plan.pair_tokens_PP.tolist() == [[1, 2], [1, 2]]
         assert not plan.overflow
+    layout = CountMatrix(config(4, 2, alignment=4), 2)
+    assert [layout.rows_of(first.matrix_PX, rank, 4) for rank in range(2)] == [4, 8]
+    assert layout.pair_tokens(first.matrix_PX).tolist() == [[1, 2], [1, 2]]
     assert first.slot_rows_TK.tolist() == [[0, 4], [5, -1]]
     assert second.slot_rows_TK.tolist() == [[6, 1], [0, 1]]
     assert first.slot_rank_TK.tolist() == [[0, 1], [1, -1]]
@@ -91,6 +94,9 @@ def test_message_layout() -> None:
     assert header[0, Word.NUM_TOKENS] == 1 and header[0, Word.DTYPE] == 2 and header[0, Word.BUDGET_ROWS] == 77
     assert header[0, Word.FAULT :].tolist() == [0] * 5
     assert pairs.tolist() == [[1, 1]] * 2 and counts.tolist() == [[0, 1, 0, 1]] * 2
+    status = layout.message(layout.header(Operation.COMBINE, 5, 1, 2, 77), [9, -1, 2, 3, 4], device=message.device)
+    assert status.dtype == torch.int32
+    assert status[1:].tolist() == [5, 1, 2, 77, 9, -1, 2, 3, 4, *[0] * 6] and status[0] == Operation.COMBINE
 
 
 @st.composite

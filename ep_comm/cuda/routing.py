@@ -5,13 +5,15 @@ Nothing here waits for the GPU, so everything may be captured in a CUDA graph. L
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from .kernels import CudaKernels
 
-__all__ = ["derive_plan", "local_routing", "routing_fits"]
+__all__ = ["derive_plan", "local_routing", "routing_fits", "write_message"]
 
 _WARPS = 8
 _ITEMS_PER_WARP = (128, 256, 512)
@@ -33,22 +35,49 @@ def local_routing(
     blocks = max(1, -(-slots // (_WARPS * per_warp)))
     defines = {"IDX64": int(topk_idx_TK.dtype == torch.int64), "WARPS": _WARPS, "ITEMS_PER_WARP": per_warp}
     idx_TK, position_TK = torch.empty(2, num_tokens, top_k, dtype=torch.int64, device=device).unbind()
-    needs_TP = torch.zeros(num_tokens, ep_size, dtype=torch.bool, device=device)
-    totals = torch.zeros(num_experts + ep_size + 1, dtype=torch.int64, device=device)
+    # One piece of zeroed memory: the totals, and behind them the flags, eight in each number.
+    flags = num_tokens * ep_size
+    sizes = [num_experts, ep_size, 1, -(-flags // 8)]
+    totals = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    counts_E, pair_tokens_P, _, room = totals.split(sizes)
+    needs_TP = room.view(torch.bool)[:flags].view(num_tokens, ep_size)
     block_counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
     fault = torch.empty(5, dtype=torch.int32, device=device)
-    sizes = (np.int64(slots), top_k, num_experts, ep_size)
+    shape = (np.int64(slots), top_k, num_experts, ep_size)
     kernels.launch(
         "routing.cu", "count_slots", defines, blocks, _WARPS * 32,
-        (topk_idx_TK, *sizes, idx_TK, block_counts, needs_TP, totals),
+        (topk_idx_TK, *shape, idx_TK, block_counts, needs_TP, totals),
         shared_bytes=(num_experts + ep_size) * 4,
     )  # fmt: skip
     kernels.launch(
         "routing.cu", "place_slots", defines, blocks, _WARPS * 32,
-        (topk_idx_TK, *sizes, block_counts, totals, position_TK, fault),
+        (topk_idx_TK, *shape, block_counts, totals, position_TK, fault),
         shared_bytes=_WARPS * num_experts * 4,
     )  # fmt: skip
-    return idx_TK, totals[:num_experts], position_TK, needs_TP, totals[num_experts : num_experts + ep_size], fault
+    return idx_TK, counts_E, position_TK, needs_TP, pair_tokens_P, fault
+
+
+def write_message(
+    kernels: CudaKernels, header: Sequence[int], fault: Tensor | Sequence[int], counts: Sequence[Tensor], width: int
+) -> Tensor:
+    """The message of :meth:`ep_comm.plan.CountMatrix.message`, int32 ``[width]``.
+
+    Args:
+        header: five status words.
+        fault: five more; int32 if they are on the device.
+        counts: tokens for each rank, slots of each expert and, if there are any, tokens for each host: int64; empty
+            for a message without.
+    """
+    message = torch.empty(width, dtype=torch.int32, device=kernels.device)
+    on_device = isinstance(fault, Tensor)
+    parts: list[Tensor | int | None] = []
+    for part in (*counts, None, None, None)[:3]:
+        parts += [part, 0 if part is None else part.numel()]
+    kernels.launch(
+        "routing.cu", "write_message", {"WARPS": _WARPS}, -(-width // (_WARPS * 32)), _WARPS * 32,
+        (*header, fault if on_device else None, *((0, 0, 0, 0, 0) if on_device else fault), *parts, message, width),
+    )  # fmt: skip
+    return message
 
 
 def derive_plan(

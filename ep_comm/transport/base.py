@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan import CountMatrix, LocalRouting, RoutingPlan, Sizing, make_plan
+from ..status import Header
 from .hosts import Hosts
 
 __all__ = ["PlanRequest", "RowFormat", "Route", "Transport"]
@@ -36,8 +37,8 @@ class PlanRequest:
 
     Attributes:
         layout: of the messages that ranks exchange.
-        header: int32 ``[5]``, the status words before the fault, on the device.
-        fault: int32 ``[5]`` on the device: what the host found wrong on this rank; None where nothing is.
+        status: the status words before the fault.
+        fault_words: what the host found wrong on this rank, code and four integers; None where nothing is.
         topk_idx_TK: int32 or int64, contiguous.
         topk_weights_TK: float32, contiguous. Transports that deliver weights with the plan need them.
         alignment: of the segments.
@@ -46,13 +47,25 @@ class PlanRequest:
     """
 
     layout: CountMatrix
-    header: Tensor
-    fault: Tensor | None
+    status: Header
+    fault_words: list[int] | None
     topk_idx_TK: Tensor
     topk_weights_TK: Tensor
     alignment: int
     pair_limit: int | None
     operation: str
+
+    @property
+    def header(self) -> Tensor:
+        """The status words before the fault, int32 ``[5]`` on the device."""
+        return self.status.on(self.topk_idx_TK.device)
+
+    @property
+    def fault(self) -> Tensor | None:
+        """``fault_words`` as int32 ``[5]`` on the device."""
+        if self.fault_words is None:
+            return None
+        return torch.tensor(self.fault_words, dtype=torch.int32).to(self.topk_idx_TK.device)
 
 
 class Route:
@@ -87,8 +100,8 @@ class Transport(ABC):
         """Count, exchange the counts, derive the plan. No host sync. A transport may fuse these."""
         layout = request.layout
         routing = LocalRouting.build(request.topk_idx_TK, layout.num_experts, layout.ep_size)
-        fault = routing.fault if request.fault is None else request.fault
-        matrix_PX = self.exchange_counts(layout.message(request.header, fault, routing), request.operation)
+        fault = routing.fault if request.fault_words is None else request.fault_words
+        matrix_PX = self.exchange_counts(layout.message(request.status, fault, routing), request.operation)
         return make_plan(
             routing, matrix_PX, layout, rank=rank, alignment=request.alignment, pair_limit=request.pair_limit
         )

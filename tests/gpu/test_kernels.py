@@ -507,15 +507,22 @@ def test_the_plan_of_the_collective_transport(
             messages = []
             for rank in range(ep_size):
                 budget = max(1, tokens * top_k // (1 + rank % 2))
-                header = layout.header(1, 0, tokens, 0, budget).to(device)
+                header = layout.header(1, 0, tokens, 0, budget)
                 routing = routings[rank % len(routings)]
                 messages.append(layout.message(header, routing.fault, routing))
+            plans[device, "messages"] = [
+                *messages,
+                layout.message(header, [7, -1, 2**31 - 1, -(2**31), 5], routings[0]),
+                layout.message(header, [9, 1, 2, 3, 4], device=torch.device(device, *[0] * (device == "cuda"))),
+            ]
             for limit in (None, tokens // 2):
                 plans[device, limit] = [
                     make_plan(routings[rank], torch.stack(messages), layout, rank=rank, alignment=16, pair_limit=limit)
                     for rank in range(len(routings))
                 ]
             plans[device, "local"] = routings
+        for here, there in zip(plans["cpu", "messages"], plans["cuda", "messages"], strict=True):
+            assert_same(there.cpu(), here)
         for key in (None, tokens // 2, "local"):
             for here, there in zip(plans["cpu", key], plans["cuda", key], strict=True):
                 for name, want in vars(here).items():
@@ -560,7 +567,7 @@ def test_the_record_of_dispatches(ep_size: int, overflow_dtype: torch.dtype) -> 
                 overflow=torch.tensor(turn == 3, device=device).to(overflow_dtype),
             )
             kept = None if turn == 5 else record
-            note_dispatch(plan, there[:, :HEADER_WORDS], kept, sent[device])
+            note_dispatch(plan, kept, sent[device])
         assert records["cuda"].words.tolist() == records["cpu"].words.tolist()
         assert sent["cuda"].item() == sent["cpu"].item()
 
