@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["free_memory", "group_device", "host_reads_are_free", "is_capturing"]
+__all__ = ["free_memory", "group_device", "host_reads_are_free", "is_capturing", "to_host"]
 
 _MEMINFO = "/proc/meminfo"
 
@@ -22,6 +23,22 @@ def host_reads_are_free(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether work for ``device`` is being captured in a CUDA graph at the moment."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` on the host, when it is there.
+
+    Not ``tensor.cpu()``: a copy into memory that is not pinned keeps the CUDA driver to itself while it waits, so
+    that no other thread could end what it waits for (see :mod:`ep_comm.unblock`).
+    """
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    return host
 
 
 def free_memory(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from .agreement import agree_on_dispatcher
 from .arguments import check_combine, check_dispatch
 from .budget import StaticBudget
 from .config import EPConfig, round_up
-from .devices import group_device
+from .devices import group_device, to_host
 from .directions import Channel, Combine, Dispatch
 from .errors import ClosedError, ConfigError, EPError
 from .exchange import Exchange
@@ -283,12 +283,16 @@ class Dispatcher:
     @property
     def required_rows_per_rank(self) -> list[int]:
         """Rows the latest dispatch needs on every rank of the group. Reads the device."""
-        return self._latest.required_rows_P.tolist() if self._latest is not None else [0] * self.ep_size
+        return to_host(self._latest.required_rows_P).tolist() if self._latest is not None else [0] * self.ep_size
 
     @property
     def pair_tokens(self) -> list[list[int]]:
         """Tokens the latest dispatch moved from every rank (outer index) to every rank. Reads the device."""
-        return self._latest.pair_tokens_PP.tolist() if self._latest is not None else [[0] * self.ep_size] * self.ep_size
+        return (
+            to_host(self._latest.pair_tokens_PP).tolist()
+            if self._latest is not None
+            else [[0] * self.ep_size] * self.ep_size
+        )
 
     @property
     def tokens_sent(self) -> int:
@@ -355,7 +359,7 @@ class Dispatcher:
         """
         ledger = StepLedger(exact=False)
         ledger.dispatchers.append(self)
-        ((_, demand),) = ledger.parse(ledger.device_words().tolist()).demands
+        ((_, demand),) = ledger.parse(to_host(ledger.device_words()).tolist()).demands
         if demand.fault_rank >= 0:
             self.record.reset()
             raise self.recorded_error(demand)

@@ -139,8 +139,8 @@ class Exchange:
         """Exchanged messages on the host, after the transport's own errors were looked at; one copy for both."""
         status = self.transport.device_status()
         if status is None:
-            return matrix_PX.cpu()
-        words = torch.cat([status, matrix_PX.flatten()]).cpu()
+            return devices.to_host(matrix_PX)
+        words = devices.to_host(torch.cat([status, matrix_PX.flatten()]))
         self.transport.raise_device_error(words[: status.numel()].tolist())
         return words[status.numel() :].view(matrix_PX.shape)
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 __all__ = ["Stoppable", "break_connections", "on_break"]
 
-_ABORT_SECONDS = 2.0
+_ACTION_SECONDS = 2.0
 _LISTEN, _ESTABLISHED = "0A", "01"
 
 
@@ -47,26 +48,25 @@ def break_connections() -> None:
     Afterwards the process groups are good for nothing but being destroyed. On systems other than Linux only
     nccl is aborted.
     """
-    for stoppable in list(_stoppables):
-        stoppable.stop_waiting()
     groups = list(dist.distributed_c10d._world.pg_names)
     backends = {dist.distributed_c10d._world.pg_map[group][0] for group in groups if group in _group_map()}
+    _in_time([stoppable.stop_waiting for stoppable in list(_stoppables)])
     if any("nccl" in backend for backend in backends):
-        _abort(groups)
+        _in_time([group.abort for group in groups])
     if any("gloo" in backend for backend in backends) and sys.platform.startswith("linux"):
         _shut_down_accepted(_store_ports())
 
 
-def _abort(groups: list[dist.ProcessGroup]) -> None:
-    """Abort all of them at once, and give up on those that take long: the caller has more to do.
+def _in_time(actions: list[Callable[[], None]]) -> None:
+    """Do all of it at once, and give up on what takes long: the caller has more to do.
 
-    NCCL's abort ends its kernels at once, and returns when nothing holds them any more, a CUDA graph that somebody
-    else made, say.
+    NCCL's abort ends its kernels at once, but returns only when nothing holds them any more, a CUDA graph that
+    somebody else made, say. And the CUDA driver may make a call wait for one on another thread.
     """
-    threads = [threading.Thread(target=group.abort, name="ep_comm abort", daemon=True) for group in groups]
+    threads = [threading.Thread(target=action, name="ep_comm unblock", daemon=True) for action in actions]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + _ABORT_SECONDS
+    deadline = time.monotonic() + _ACTION_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 

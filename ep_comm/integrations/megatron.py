@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import to_host
 from ..dispatcher import Dispatched, Dispatcher
 from ..errors import ConfigError, RoutingError
 from .lazy import LazyDispatcher
@@ -162,7 +163,7 @@ class EPTokenDispatcher(_dispatchers.MoETokenDispatcher):
         counts_L = self._rows.expert_offsets.diff()
         if self.settings.device_counts:
             return hidden_states, counts_L, probs
-        counts_L = counts_L.cpu()
+        counts_L = to_host(counts_L)
         used = int(counts_L.sum())
         return hidden_states[:used], counts_L, probs[:used]
 
