@@ -173,12 +173,26 @@ def _place(values_NK: Tensor | None, table_NK: Tensor, num_rows: int, missing: f
     return out.scatter_(0, target_S, values_NK.flatten())[:num_rows]
 
 
-def pick_from_rows(values_R: Tensor, table_NK: Tensor) -> Tensor:
-    """``out[n, k] = values[table[n, k]]``, zero where the slot is absent."""
+def pick_from_rows(values_R: Tensor, table_NK: Tensor, out_NK: Tensor | None = None) -> Tensor:
+    """``out[n, k] = values[table[n, k]]``, zero where the slot is absent.
+
+    Args:
+        values_R: fp32, contiguous.
+        table_NK: int64, contiguous, from -1 to R - 1.
+        out_NK: fp32, rows at any distance, overwritten; new without it.
+    """
+    if out_NK is None:
+        out_NK = values_R.new_empty(table_NK.shape)
+    kernels = cuda_kernels(values_R.device)
+    if kernels is not None:
+        from .cuda import row_ops
+
+        row_ops.pick_from_rows(kernels, values_R, table_NK, out_NK)
+        return out_NK
     if values_R.numel() == 0:
-        return values_R.new_zeros(table_NK.shape)
+        return out_NK.zero_()
     picked_NK = values_R.index_select(0, table_NK.clamp_min(0).flatten()).view(table_NK.shape)
-    return torch.where(table_NK >= 0, picked_NK, 0)
+    return out_NK.copy_(torch.where(table_NK >= 0, picked_NK, 0))
 
 
 def scale_rows(rows_RH: Tensor, weights_R: Tensor) -> Tensor:

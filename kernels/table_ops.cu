@@ -120,3 +120,13 @@ place_in_rows(const u8* __restrict__ values_NK, i64 stride_n, i64 stride_k, cons
         else ((u32*)out_R)[row] = ((const u32*)values_NK)[at];
     }
 }
+
+// out_NK[n, k] = values_R[table_NK[n, k]], zero where the table is negative; float32, rows of out `stride` items apart.
+extern "C" __global__ void __launch_bounds__(THREADS)
+pick_from_rows(const float* __restrict__ values_R, i64 R, const i64* __restrict__ table_NK, i64 N, int K,
+               float* __restrict__ out_NK, i64 stride) {
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < N * K; i += (i64)gridDim.x * THREADS) {
+        i64 row = table_NK[i];
+        out_NK[i / K * stride + i % K] = row >= 0 && row < R ? values_R[row] : 0.0f;
+    }
+}

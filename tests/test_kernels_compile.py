@@ -20,6 +20,7 @@ ARCHITECTURES = ("sm_90", "sm_100")
 BUILDS = {
     "barrier": [("barrier.cu", {})],
     "record": [("record.cu", {})],
+    "hop": [("hop.cu", {})],
     "plan": [("plan.cu", {"IDX64": wide, "ITEMS_PER_WARP": items}) for wide, items in ((0, 128), (1, 512))],
     "routing": [("routing.cu", {"IDX64": wide, "ITEMS_PER_WARP": items}) for wide, items in ((0, 128), (1, 512))],
     "scatter": [

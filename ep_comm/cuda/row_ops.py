@@ -16,6 +16,7 @@ from .sources import SCALE_FLOOR
 __all__ = [
     "codec_fits",
     "dequantize_rows",
+    "pick_from_rows",
     "place_in_rows",
     "quantize_rows",
     "sum_rows",
@@ -139,6 +140,16 @@ def place_in_rows(kernels: CudaKernels, values_NK: Tensor | None, table_NK: Tens
         _row_blocks(kernels, -(-count * top_k // 32)), _ROW_WARPS * 32,
         (values_NK, *map(np.int64, strides), table_NK, np.int64(count), top_k, out_R,
          np.int64(out_R.shape[0]), out_R.element_size()),
+    )  # fmt: skip
+
+
+def pick_from_rows(kernels: CudaKernels, values_R: Tensor, table_NK: Tensor, out_NK: Tensor) -> None:
+    """The values of :func:`ep_comm.rows.pick_from_rows`."""
+    count, top_k = table_NK.shape
+    kernels.launch(
+        "table_ops.cu", "pick_from_rows", {"DTYPE": 1, "WARPS": _ROW_WARPS},
+        _row_blocks(kernels, -(-count * top_k // 32)), _ROW_WARPS * 32,
+        (values_R, np.int64(values_R.shape[0]), table_NK, np.int64(count), top_k, *_with_stride(out_NK)),
     )  # fmt: skip
 
 

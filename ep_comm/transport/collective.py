@@ -76,7 +76,7 @@ class CollectiveTransport(Transport):
         if sizing.pair_tokens is not None:
             send_splits = sizing.pair_tokens[self._rank]
             recv_splits = [row[self._rank] for row in sizing.pair_tokens]
-            hop = Hop.exact(plan.needs_TP, plan.pair_tokens_PP[self._rank].long(), send_splits, recv_splits)
+            hop = Hop.exact(plan.needs_TP, plan.pair_tokens_PP[self._rank], send_splits, recv_splits)
         else:
             hop = Hop.fixed(plan.needs_TP, sizing.pair_rows)
         return CollectiveRoute(plan, sizing, hop, plan.slot_rank_TK, plan.slot_rows_TK)
@@ -89,26 +89,18 @@ class CollectiveTransport(Transport):
         row_format: RowFormat,
         operation: str,
     ) -> tuple[Tensor | MXFP8Tensor, Tensor | None]:
-        plan, first = route.plan, route.receive is None
-        wire = self._wire(rows_TH.shape[1], plan.top_k, row_format, scalars=scalars_TK is not None, tables=first)
-        # One spare row: positions without a token have something to point at when there are no tokens.
-        tokens_TW = self._buffers.take("tokens", max(plan.num_tokens, 1), wire.row_bytes, rows_TH.device)
-        if plan.num_tokens == 0:
-            tokens_TW.zero_()
-        else:
-            wire.pack(rows_TH, tokens_TW)
-            if scalars_TK is not None:
-                wire.scalar_view(tokens_TW).copy_(scalars_TK)
-        received_NW = self._send(route, tokens_TW, wire, operation)
-        if first:
-            route.receive = ReceiveTables.build(wire.row_view(received_NW[:-1]), route.sizing.rows)
-        # The row behind the received ones is zero: padding and tail copy it.
-        rows = _take(wire.unpack(received_NW), route.receive.source_R)
+        first = route.receive is None
+        wire = self._wire(rows_TH.shape[1], route.plan.top_k, row_format, scalars=scalars_TK is not None, tables=first)
+        received_NW = self._send(route, rows_TH, scalars_TK, wire, operation)
         scalars_R = None
-        if scalars_TK is not None:
-            received_NK = wire.scalar_view(received_NW[:-1])
-            scalars_R = place_in_rows(received_NK, route.receive.rows_NK, route.sizing.rows, missing=0.0)
-        return rows, scalars_R
+        arrived_NK = None if scalars_TK is None else wire.scalar_view(received_NW[:-1])
+        if first:
+            wire_NK = wire.row_view(received_NW[:-1])
+            route.receive, scalars_R = ReceiveTables.build(wire_NK, route.sizing.rows, arrived_NK)
+        elif arrived_NK is not None:
+            scalars_R = place_in_rows(arrived_NK, route.receive.rows_NK, route.sizing.rows, missing=0.0)
+        # The row behind the received ones is zero: padding and tail copy it.
+        return _take(wire.unpack(received_NW), route.receive.source_R), scalars_R
 
     def gather_sum(
         self,
@@ -125,7 +117,7 @@ class CollectiveTransport(Transport):
         partial_NW = self._buffers.take("sent", receive.rows_NK.shape[0], wire.row_bytes, device)
         sum_rows(rows_RH, receive.sums, weights_R, wire.payload(partial_NW))
         if scalars_R is not None:
-            wire.scalar_view(partial_NW).copy_(pick_from_rows(scalars_R, receive.rows_NK))
+            pick_from_rows(scalars_R, receive.rows_NK, wire.scalar_view(partial_NW))
         returned_SW, wire = self._bring_back(route, partial_NW, wire, dtype, operation)
         out_TH = torch.empty(plan.num_tokens, hidden_size, dtype=dtype, device=device)
         sum_rows(wire.payload(returned_SW), route.hop.sums, None, out_TH)
@@ -150,17 +142,16 @@ class CollectiveTransport(Transport):
         """To what the sums of one rank are rounded, for rows of ``dtype``."""
         return dtype
 
-    def _send(self, route: CollectiveRoute, tokens_TW: Tensor, wire: WireLayout, operation: str) -> Tensor:
+    def _send(
+        self, route: CollectiveRoute, rows_TH: Tensor, scalars_TK: Tensor | None, wire: WireLayout, operation: str
+    ) -> Tensor:
         """Take token rows to the ranks of their experts, with the tables if ``wire`` has room for them.
 
         Returns:
             the received rows and one zero row, ``[N + 1, W]``.
         """
-        sent_SW = self._fill(route.hop, tokens_TW)
-        if wire.rows:
-            (rows_SK,) = route.hop.slots_at(route.slot_places_TK, route.slot_rows_TK)
-            wire.row_view(sent_SW).copy_(rows_SK)
-        return self._all_to_all(sent_SW, route.hop, operation)
+        sent_SW = self._pack(route, rows_TH, scalars_TK, wire)
+        return self._all_to_all(sent_SW, route.hop, operation, zero_row=True)
 
     def _bring_back(
         self, route: CollectiveRoute, partial_NW: Tensor, wire: WireLayout, dtype: torch.dtype, operation: str
@@ -171,29 +162,48 @@ class CollectiveTransport(Transport):
             what came back, ``[S, W]``, one row for each of the positions that were sent from, and its layout, with
             a payload of ``dtype``.
         """
-        return self._all_to_all(partial_NW, route.hop, operation, reverse=True)[:-1], wire
+        return self._all_to_all(partial_NW, route.hop, operation, reverse=True), wire
 
     # -- shared with it ---------------------------------------------------------------------------------
 
-    def _fill(self, hop: Hop, tokens_TW: Tensor) -> Tensor:
-        """The send buffer of a hop, ``[S, W]``."""
-        row_bytes = tokens_TW.shape[1]
-        sent_SW = self._buffers.take("sent", hop.num_sent, row_bytes, tokens_TW.device)
-        return take_rows(tokens_TW, hop.tokens_S, sent_SW)
+    def _pack(self, route: CollectiveRoute, rows_TH: Tensor, scalars_TK: Tensor | None, wire: WireLayout) -> Tensor:
+        """The send buffer of the first hop, ``[S, W]``: payload, scalars and, if ``wire`` has room for them, rows."""
+        hop, row_bytes, device = route.hop, wire.row_bytes, rows_TH.device
+        sent_SW = self._buffers.take("sent", hop.num_sent, row_bytes, device)
+        if len(rows_TH) == 0:
+            sent_SW.zero_()
+        elif wire.row_format.mxfp8:
+            # Quantised once for each token, not once for each destination.
+            tokens_TW = self._buffers.take("tokens", len(rows_TH), row_bytes, device)
+            wire.pack(rows_TH, tokens_TW)
+            take_rows(tokens_TW, hop.tokens_S, sent_SW)
+        else:
+            take_rows(rows_TH.to(wire.row_format.dtype), hop.tokens_S, wire.payload(sent_SW))
+        out_scalars_SK = None if scalars_TK is None else wire.scalar_view(sent_SW)
+        if wire.rows:
+            rows_SK = wire.row_view(sent_SW)
+            hop.write_slots(route.slot_places_TK, route.slot_rows_TK, rows_SK, scalars_TK, out_scalars_SK)
+        elif scalars_TK is not None and len(rows_TH):
+            take_rows(scalars_TK, hop.tokens_S, out_scalars_SK)
+        return sent_SW
 
-    def _all_to_all(self, rows_XW: Tensor, hop: Hop, operation: str, *, reverse: bool = False) -> Tensor:
-        """Exchange rows along the hop, or back along it; one zero row follows the received ones."""
+    def _all_to_all(
+        self, rows_XW: Tensor, hop: Hop, operation: str, *, reverse: bool = False, zero_row: bool = False
+    ) -> Tensor:
+        """Exchange rows along the hop, or back along it; ``zero_row``: one of zeros follows the received ones."""
         out_splits, in_splits = hop.recv_splits, hop.send_splits
         count = hop.num_received
         if reverse:
             out_splits, in_splits, count = in_splits, out_splits, hop.num_sent
-        out_XW = self._buffers.take("received", count + 1, rows_XW.shape[1], rows_XW.device)
-        out_XW[count].zero_()
+        out_XW = self._buffers.take("received", count + zero_row, rows_XW.shape[1], rows_XW.device)
+        if zero_row:
+            out_XW[count].zero_()
         if self._ep_size == 1:
             out_XW[:count].copy_(rows_XW)
             return out_XW
+        arriving_XW = out_XW[:count] if zero_row else out_XW
         with self._naming(operation):
-            dist.all_to_all_single(out_XW[:count], rows_XW, out_splits, in_splits, group=self._group)
+            dist.all_to_all_single(arriving_XW, rows_XW, out_splits, in_splits, group=self._group)
         return out_XW
 
     @contextmanager

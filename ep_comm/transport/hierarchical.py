@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..config import EPConfig
 from ..plan import CountedPlan, Sizing
-from ..rows import count_along, sum_rows
+from ..rows import count_along, sum_rows, take_rows
 from .base import RowFormat
 from .collective import CollectiveRoute, CollectiveTransport
 from .hop import Hop
@@ -104,28 +104,28 @@ class HierarchicalTransport(CollectiveTransport):
         # Rounded once for each crossing, not once for each rank: inside a host the bytes are cheap.
         return torch.float32
 
-    def _send(self, route: HierarchicalRoute, tokens_TW: Tensor, wire: WireLayout, operation: str) -> Tensor:
-        sent_SW = self._fill(route.hop, tokens_TW)
+    def _send(
+        self, route: HierarchicalRoute, rows_TH: Tensor, scalars_TK: Tensor | None, wire: WireLayout, operation: str
+    ) -> Tensor:
+        sent_SW = self._pack(route, rows_TH, scalars_TK, wire)
         if wire.rows:
-            rows_SK, places_SK = route.hop.slots_at(route.slot_places_TK, route.slot_rows_TK, route.slot_ranks_TK)
-            wire.row_view(sent_SW).copy_(rows_SK)
-            wire.place_view(sent_SW).copy_(places_SK)
-        crossed_NW = self._all_to_all(sent_SW, route.hop, operation)
+            route.hop.write_slots(route.slot_places_TK, route.slot_ranks_TK, wire.place_view(sent_SW))
+        crossed_NW = self._all_to_all(sent_SW, route.hop, operation, zero_row=True)
         if wire.rows:
             route.forward = self._forwarding(route, wire, crossed_NW[:-1])
         forward = route.forward
         # The zero row behind the received ones is what positions without a token point at when there are none.
-        forwarded_SW = self._fill(forward.hop, crossed_NW)
+        forwarded_SW = self._buffers.take("sent", forward.hop.num_sent, wire.row_bytes, crossed_NW.device)
+        take_rows(crossed_NW, forward.hop.tokens_S, forwarded_SW)
         if wire.rows:
-            (rows_SK,) = forward.hop.slots_at(forward.slot_places_NK, forward.slot_rows_NK)
-            wire.row_view(forwarded_SW).copy_(rows_SK)
-        return self._all_to_all(forwarded_SW, forward.hop, operation)
+            forward.hop.write_slots(forward.slot_places_NK, forward.slot_rows_NK, wire.row_view(forwarded_SW))
+        return self._all_to_all(forwarded_SW, forward.hop, operation, zero_row=True)
 
     def _bring_back(
         self, route: HierarchicalRoute, partial_NW: Tensor, wire: WireLayout, dtype: torch.dtype, operation: str
     ) -> tuple[Tensor, WireLayout]:
         forward = route.forward
-        inside_SW = self._all_to_all(partial_NW, forward.hop, operation, reverse=True)[:-1]
+        inside_SW = self._all_to_all(partial_NW, forward.hop, operation, reverse=True)
         crossing = replace(wire, row_format=RowFormat(dtype))
         sums_NW = self._buffers.take("sent", route.hop.num_received, crossing.row_bytes, partial_NW.device)
         sum_rows(wire.payload(inside_SW), forward.hop.sums, None, crossing.payload(sums_NW))
@@ -134,7 +134,7 @@ class HierarchicalTransport(CollectiveTransport):
             crossing.scalar_view(sums_NW).copy_(
                 forward.hop.slot_scalars(forward.slot_places_NK, forward.slot_rows_NK, scalars_SK)
             )
-        return self._all_to_all(sums_NW, route.hop, operation, reverse=True)[:-1], crossing
+        return self._all_to_all(sums_NW, route.hop, operation, reverse=True), crossing
 
     def _forwarding(self, route: HierarchicalRoute, wire: WireLayout, crossed_NW: Tensor) -> _Forwarding:
         """Derive from the tables that crossed with the rows which rank of the host gets which of them."""
