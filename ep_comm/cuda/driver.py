@@ -37,25 +37,27 @@ class Launcher:
         arguments: of the first launch.
     """
 
-    __slots__ = ("_codes", "_free", "_function", "_name", "_offsets", "_struct", "shared_bytes")
+    __slots__ = ("_free", "_function", "_name", "_offsets", "_pointers", "_struct", "shared_bytes")
 
     def __init__(self, name: str, function: int, arguments: Sequence[Any]) -> None:
         self._name, self._function = name, function
-        self._codes = "".join(map(_code, arguments))
+        codes = "".join(map(_code, arguments))
         # Native alignment, as the compiler lays out parameters.
-        self._struct = struct.Struct("@" + self._codes)
-        sizes = [(end, struct.calcsize("@" + code)) for end, code in zip(_ends(self._codes), self._codes, strict=True)]
-        self._offsets = [end - size for end, size in sizes]
+        self._struct = struct.Struct("@" + codes)
+        ends = [struct.calcsize("@" + codes[: count + 1]) for count in range(len(codes))]
+        self._offsets = [end - struct.calcsize("@" + code) for end, code in zip(ends, codes, strict=True)]
+        self._pointers = [place for place, code in enumerate(codes) if code == _POINTER]
         self._free: list[tuple[Any, Any, int]] = []
         self.shared_bytes = 0
         """Dynamic shared memory that the kernel was allowed so far."""
 
     def pack(self, arguments: Sequence[Any]) -> tuple[Any, Any, int]:
         """Memory with the arguments, an array of their addresses, and the address of that; see :meth:`give_back`."""
-        values = [
-            value if code != _POINTER else 0 if value is None else value.data_ptr() or _EMPTY
-            for code, value in zip(self._codes, arguments, strict=True)
-        ]
+        values = list(arguments)
+        for place in self._pointers:
+            value = values[place]
+            # An empty tensor has no address, but it is there: kernels take null for "not given".
+            values[place] = 0 if value is None else value.data_ptr() or _EMPTY
         try:
             packed = self._free.pop()
         except IndexError:
@@ -94,10 +96,6 @@ def _code(value: Any) -> str:
     if value is None or isinstance(value, Tensor):
         return _POINTER
     return "i" if isinstance(value, int) else np.dtype(type(value)).char
-
-
-def _ends(codes: str) -> list[int]:
-    return [struct.calcsize("@" + codes[: count + 1]) for count in range(len(codes))]
 
 
 @lru_cache(maxsize=1)

@@ -39,7 +39,7 @@ def local_routing(
     flags = num_tokens * ep_size
     sizes = [num_experts, ep_size, 1, -(-flags // 8)]
     totals = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-    counts_E, pair_tokens_P, _, room = totals.split(sizes)
+    counts_E, pair_tokens_P, _, room = totals.split_with_sizes(sizes)
     needs_TP = room.view(torch.bool)[:flags].view(num_tokens, ep_size)
     block_counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
     fault = torch.empty(5, dtype=torch.int32, device=device)
@@ -100,9 +100,9 @@ def derive_plan(
     (ep_size, width), device = matrix_PX.shape, matrix_PX.device
     local = num_experts // ep_size
     slot_rank_TK, slot_rows_TK = torch.empty(2, *idx_TK.shape, dtype=torch.int64, device=device).unbind()
-    tokens_L, offsets_L1, required_P = torch.empty(2 * local + 1 + ep_size, dtype=torch.int64, device=device).split(
-        [local, local + 1, ep_size]
-    )
+    sizes = [local, local + 1, ep_size]
+    parts = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+    tokens_L, offsets_L1, required_P = parts.split_with_sizes(sizes)
     overflow = torch.empty((), dtype=torch.bool, device=device)
     blocks = max(1, -(-idx_TK.numel() // _DERIVE_SLOTS))
     kernels.launch(

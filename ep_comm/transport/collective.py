@@ -24,7 +24,7 @@ from ..plan import CountedPlan, Sizing
 from ..rows import pick_from_rows, place_in_rows, sum_rows, take_rows
 from .base import Route, RowFormat, Transport
 from .hop import Hop, ReceiveTables
-from .wire import WireBuffers, WireLayout
+from .wire import WireBuffers, WireLayout, wire_layout
 
 __all__ = ["CollectiveTransport"]
 
@@ -113,7 +113,7 @@ class CollectiveTransport(Transport):
         plan, receive = route.plan, route.receive
         hidden_size, dtype, device = rows_RH.shape[1], rows_RH.dtype, rows_RH.device
         partial_format = RowFormat(self._partial_dtype(dtype))
-        wire = WireLayout(hidden_size, plan.top_k, partial_format, scalars=scalars_R is not None)
+        wire = wire_layout(hidden_size, plan.top_k, partial_format, scalars=scalars_R is not None)
         partial_NW = self._buffers.take("sent", receive.rows_NK.shape[0], wire.row_bytes, device)
         sum_rows(rows_RH, receive.sums, weights_R, wire.payload(partial_NW))
         if scalars_R is not None:
@@ -136,7 +136,7 @@ class CollectiveTransport(Transport):
 
     def _wire(self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool) -> WireLayout:
         """Wire row of a scatter; ``tables``: the receiving half of the tables travels along."""
-        return WireLayout(hidden_size, top_k, row_format, scalars=scalars, rows=tables)
+        return wire_layout(hidden_size, top_k, row_format, scalars=scalars, rows=tables)
 
     def _partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """To what the sums of one rank are rounded, for rows of ``dtype``."""

@@ -33,7 +33,7 @@ from .base import RowFormat
 from .collective import CollectiveRoute, CollectiveTransport
 from .hop import Hop
 from .hosts import Hosts
-from .wire import WireLayout
+from .wire import WireLayout, wire_layout
 
 __all__ = ["HierarchicalTransport"]
 
@@ -98,7 +98,7 @@ class HierarchicalTransport(CollectiveTransport):
         )
 
     def _wire(self, hidden_size: int, top_k: int, row_format: RowFormat, *, scalars: bool, tables: bool) -> WireLayout:
-        return WireLayout(hidden_size, top_k, row_format, scalars=scalars, rows=tables, places=tables)
+        return wire_layout(hidden_size, top_k, row_format, scalars=scalars, rows=tables, places=tables)
 
     def _partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Rounded once for each crossing, not once for each rank: inside a host the bytes are cheap.

@@ -9,6 +9,7 @@ viewed as any dtype and copied 16 bytes at a time. One buffer, one transfer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..config import round_up
 from ..mxfp8 import MXFP8Tensor, dequantize_packed, pack_mxfp8, unpack_mxfp8, wire_payload_bytes
 from .base import RowFormat
 
-__all__ = ["WireBuffers", "WireLayout"]
+__all__ = ["WireBuffers", "WireLayout", "wire_layout"]
 
 _UNIT = 16
 
@@ -67,27 +68,27 @@ class WireLayout:
     rows: bool = False
     places: bool = False
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of the payload, without the padding behind it."""
         return wire_payload_bytes(self.hidden_size, self.row_format.dtype.itemsize, self.row_format.mxfp8)
 
-    @property
+    @cached_property
     def scalars_at(self) -> int:
         """Offset of the scalars."""
         return round_up(self.payload_bytes, _UNIT)
 
-    @property
+    @cached_property
     def rows_at(self) -> int:
         """Offset of the destination rows."""
         return self.scalars_at + (round_up(4 * self.top_k, _UNIT) if self.scalars else 0)
 
-    @property
+    @cached_property
     def places_at(self) -> int:
         """Offset of the destinations' places."""
         return self.rows_at + (round_up(4 * self.top_k, _UNIT) if self.rows else 0)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """W, bytes of a whole row."""
         return self.places_at + (round_up(2 * self.top_k, _UNIT) if self.places else 0)
@@ -122,3 +123,7 @@ class WireLayout:
     def place_view(self, buffer_NW: Tensor) -> Tensor:
         """The destinations' places on their host, int16 ``[N, K]``, a view."""
         return buffer_NW[:, self.places_at : self.places_at + 2 * self.top_k].view(torch.int16)
+
+
+wire_layout = lru_cache(maxsize=256)(WireLayout)
+"""The layout with these attributes; its offsets are worked out once, not in every call."""
