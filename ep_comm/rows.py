@@ -135,9 +135,7 @@ def take_rows(rows_NX: Tensor, index_R: Tensor, out_RX: Tensor | None = None) ->
     if kernels is not None:
         from .cuda import row_ops
 
-        if row_ops.take_fits(rows_NX, out_RX):
-            if out_RX.numel():
-                row_ops.take_rows(kernels, rows_NX, index_R, out_RX)
+        if row_ops.take_rows(kernels, rows_NX, index_R, out_RX):
             return out_RX
     if rows_NX.dtype == torch.float8_e4m3fn:  # index_select has no kernel for it; bytes are bytes
         torch.index_select(rows_NX.view(torch.uint8), 0, index_R, out=out_RX.view(torch.uint8))

@@ -20,7 +20,6 @@ __all__ = [
     "place_in_rows",
     "quantize_rows",
     "sum_rows",
-    "take_fits",
     "take_rows",
     "weighted_backward",
 ]
@@ -89,19 +88,22 @@ def weighted_backward(
     return grad_rows, grad_weights
 
 
-def take_fits(rows_NX: Tensor, out_RX: Tensor) -> bool:
-    """Whether :func:`take_rows` takes tensors of this layout: elements of a row adjacent, an even number of bytes."""
-    return (
-        all(t.dim() == 2 and (t.stride(1) == 1 or t.shape[1] <= 1) for t in (rows_NX, out_RX))
-        and _common_vector(rows_NX, out_RX) >= 2
-    )
+def take_rows(kernels: CudaKernels, rows_NX: Tensor, index_R: Tensor, out_RX: Tensor) -> bool:
+    """``out[r] = rows[index[r]]``; int64 ``index`` within the rows.
 
-
-def take_rows(kernels: CudaKernels, rows_NX: Tensor, index_R: Tensor, out_RX: Tensor) -> None:
-    """``out[r] = rows[index[r]]``; int64 ``index`` within the rows; see :func:`take_fits`."""
+    Returns:
+        False, with nothing done, where the layout does not fit: elements of a row have to be adjacent, and rows and
+        their distances an even number of bytes.
+    """
     count, width = out_RX.shape
+    if width > 1 and (rows_NX.stride(1) != 1 or out_RX.stride(1) != 1):
+        return False
     item = out_RX.element_size()
     vector = _common_vector(rows_NX, out_RX)
+    if vector < 2:
+        return False
+    if count * width == 0:
+        return True
     segments = _segments(kernels, count, -(-width * item // (vector * 128)))
     kernels.launch(
         "table_ops.cu", "take_rows", {"VEC_BYTES": vector, "DTYPE": 1, "WARPS": _ROW_WARPS},
@@ -109,6 +111,7 @@ def take_rows(kernels: CudaKernels, rows_NX: Tensor, index_R: Tensor, out_RX: Te
         (rows_NX, np.int64(rows_NX.stride(0) * item), index_R, out_RX, np.int64(out_RX.stride(0) * item),
          np.int64(count), np.int64(width * item), segments),
     )  # fmt: skip
+    return True
 
 
 def sum_rows(kernels: CudaKernels, rows_RH: Tensor, table_NK: Tensor, weights_R: Tensor | None, out_NH: Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -75,3 +78,15 @@ def test_many_rows() -> None:
     for here, there in zip(results["cuda"], results["cpu"], strict=True):
         assert here.dtype == there.dtype and torch.equal(here.cpu(), there)
     assert torch.equal(results["cpu"][-1], scalars.masked_fill(wire < 0, 0.0))
+
+
+def test_launches_from_other_threads() -> None:
+    """A thread that has not used the GPU yet, and several at once."""
+    needs = torch.rand(5000, 8, device="cuda") < 0.5
+    want = place_items(needs, None, 3000, 24000)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: [place_items(needs, None, 3000, 24000) for _ in range(50)], range(4)))
+    torch.cuda.synchronize()
+    for position, tokens in itertools.chain(*results):
+        assert torch.equal(position, want[0]) and torch.equal(tokens, want[1])
