@@ -129,7 +129,7 @@ class CudaKernels:
             )
             launcher.shared_bytes = max(launcher.shared_bytes, shared_bytes)
         index = self.device.index
-        if torch.cuda.current_device() == index:
+        if _current_device() == index:
             launcher.launch(grid, block, arguments, shared_bytes, _raw_stream(index))
             return
         with torch.cuda.device(index):
@@ -140,7 +140,9 @@ def _current_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# Without an object for the stream, if this PyTorch has it: making one costs more than the launch.
+# Without an object for the stream and without asking whether CUDA is initialised, if this PyTorch has such functions:
+# the others cost more than the launch.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
