@@ -6,12 +6,8 @@ import atexit
 import os
 import socket
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +15,7 @@ import torch.distributed as dist
 from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
 from .failure import stop_watching, watch
+from .gloo import let_gloo_finish
 from .launch import end_with_launcher
 from .launchers import LaunchInfo, detect_launcher
 
@@ -26,7 +23,6 @@ __all__ = ["Env", "first_failure", "init_distributed", "shutdown"]
 
 _CONNECT_SECONDS = 5.0
 _EXIT_SECONDS = 5.0
-_GLOO_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,30 +159,7 @@ def shutdown(*, failed: bool | None = None) -> None:
     if store is not None and env.world_size > 1 and not failed:
         _leave_together(env, store, hosts_store)
     if "gloo" in env.backend:
-        _let_gloo_finish()
-
-
-def _let_gloo_finish() -> None:
-    """Wait until gloo's threads have nothing in their hands any more.
-
-    They live as long as anything refers to the process group, and let go of the tensors of the last collective a
-    moment after it is done. For that they need Python's lock; if the interpreter ends just then, PyTorch 2.13 calls
-    ``std::terminate`` (about one run in fifty on a busy machine). Sleeping gives them the lock.
-    """
-    idle = 0
-    deadline = time.monotonic() + _GLOO_SECONDS
-    while idle < 2 and time.monotonic() < deadline:
-        time.sleep(0.002)
-        idle = 0 if any(state == "R" for state in _gloo_threads()) else idle + 1
-
-
-def _gloo_threads() -> Iterator[str]:
-    """The state of each of gloo's threads as Linux has it: R is running or about to. None elsewhere."""
-    for entry in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # it has ended
-            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
-            if name == "pt_gloo_runloop":
-                yield rest.split()[0]
+        let_gloo_finish()
 
 
 def first_failure() -> bool:

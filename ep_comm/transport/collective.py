@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PeerLostError
+from ..gloo import end_well_with
 from ..mxfp8 import MXFP8Tensor
 from ..plan import CountedPlan, Sizing
 from ..rows import pick_from_rows, place_in_rows, sum_rows, take_rows
@@ -60,6 +61,7 @@ class CollectiveTransport(Transport):
     def __init__(self, group: dist.ProcessGroup | None, rank: int, ep_size: int) -> None:
         self.name = "collective" if ep_size > 1 else "local"
         self._group = group
+        end_well_with(group)
         self._buffers = _buffers_of(group)
         self._rank = rank
         self._ep_size = ep_size
