@@ -56,7 +56,7 @@ class Work:
     def plan(self) -> ops.PlanTables:
         self.tables = ops.plan(
             self.kernels, self.window, self.header, self.topk_idx_TK, self.topk_weights_TK,
-            num_experts=self.num_experts, max_tokens=self.max_tokens, alignment=ALIGNMENT,
+            num_experts=self.num_experts, max_tokens=self.max_tokens, alignment=ALIGNMENT, num_sms=self.num_sms,
         )  # fmt: skip
         return self.tables
 
@@ -255,11 +255,14 @@ SCATTERS = {
     "4 segments": ops.ScatterTuning(segments=4),
     "1 segment, lag 1": ops.ScatterTuning(segments=1, lag=1),
     "14 segments": ops.ScatterTuning(unit=512, segments=14),
-    "1 block, 28 warps": ops.ScatterTuning(blocks_per_sm=1, warps=28),
+    "1 block of 32 warps, 1 segment, lag 1": ops.ScatterTuning(blocks_per_sm=1, warps=32, segments=1, lag=1),
+    "1 block of 32 warps, 4 segments, lag 1": ops.ScatterTuning(blocks_per_sm=1, warps=32, segments=4, lag=1),
 }
 MXFP8_SCATTERS = {
     "default": ops.ScatterTuning(),
     "3 blocks, 8 warps": ops.ScatterTuning(blocks_per_sm=3, warps=8),
+    "1 block of 32 warps, 1 segment, lag 1": ops.ScatterTuning(blocks_per_sm=1, warps=32, segments=1, lag=1),
+    "1 block of 32 warps, 4 segments, lag 1": ops.ScatterTuning(blocks_per_sm=1, warps=32, segments=4, lag=1),
 }
 GATHERS = {
     "default": ops.GatherTuning(),

@@ -31,6 +31,10 @@ BUILDS = {
         ("scatter.cu", {"DTYPE": dtype, "WIRE": 1, "OUT_MXFP8": keep, "SCALE_FLOOR": floor})
         for dtype, keep, floor in ((0, 0, 0), (1, 0, 0), (1, 1, 1), (2, 0, 1))
     ],
+    "scatter on few multiprocessors": [
+        ("scatter.cu", {"DTYPE": dtype, "WIRE": wire, "OUT_MXFP8": keep, "WARPS": 32, "BLOCKS_PER_SM": 1})
+        for dtype, wire, keep in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1))
+    ],
     "gather": [
         ("gather.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "WEIGHTED": weighted})
         for dtype, vec, weighted in ((0, 16, 0), (0, 4, 1), (1, 16, 0), (1, 16, 1), (1, 2, 0), (2, 8, 1))

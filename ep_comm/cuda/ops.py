@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
+_SEGMENTS_FROM_SMS = 64  # with fewer, cutting rows costs the dispatch more than it fills gaps
 _SHARED_BYTES = MIN_SHARED_BYTES - 4 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
@@ -146,6 +147,7 @@ def plan(
     num_experts: int,
     max_tokens: int,
     alignment: int,
+    num_sms: int | None = None,
 ) -> PlanTables:
     """Count, exchange the counts, and derive where every slot lands; one kernel.
 
@@ -154,6 +156,7 @@ def plan(
         topk_idx_TK: int32 or int64 ``[T, K]``, contiguous, -1 = none.
         topk_weights_TK: float32 ``[T, K]``, contiguous.
         max_tokens: most tokens of a rank (``T <= max_tokens``); equal on all ranks.
+        num_sms: multiprocessors to spread over, if so many tokens leave a choice; None means all.
     """
     num_tokens, top_k = topk_idx_TK.shape
     layout, device = window.layout, topk_idx_TK.device
@@ -172,7 +175,10 @@ def plan(
         slot_rows_TK=new(num_tokens, top_k),
         slot_ranks_TK=new(num_tokens, top_k),
     )
-    launch = PlanLaunch.of(kernels.num_sms, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, ep_size=ranks)
+    shape = {"num_tokens": num_tokens, "top_k": top_k, "num_experts": num_experts, "ep_size": ranks}
+    launch = PlanLaunch.of(_multiprocessors(kernels, num_sms), **shape)
+    if launch.blocks > launch.resident_blocks(kernels.num_sms):  # more items a warp also take more shared memory
+        launch = PlanLaunch.of(kernels.num_sms, **shape)
     if launch.blocks > launch.resident_blocks(kernels.num_sms):
         # Blocks would wait for others that never start. Transports ask plan_problem() when they are made.
         raise ArgumentError(
@@ -244,7 +250,7 @@ def scatter_rows(
         "UNROLL": tuning.unroll,
         "UNIT": tuning.unit,
     }
-    grid = min(num_sms or kernels.num_sms, kernels.num_sms) * tuning.blocks_per_sm
+    grid = _multiprocessors(kernels, num_sms) * tuning.blocks_per_sm
     kernels.launch(
         "scatter.cu", "scatter_rows", defines, grid, tuning.warps * 32,
         (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
@@ -258,9 +264,13 @@ def scatter_rows(
 
 
 def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
-    """The measured choice (docs/kernels.md). Depends only on what all ranks have in common."""
-    few = num_sms is not None and num_sms < _FEW_SMS
-    return ScatterTuning(segments=1, lag=1) if few else ScatterTuning()
+    """The measured choice (docs/kernels.md). Depends only on what all ranks have in common.
+
+    A limit leaves one block a multiprocessor: the GPU would give each of more blocks one of its own.
+    """
+    if num_sms is None:
+        return ScatterTuning()
+    return ScatterTuning(warps=32, blocks_per_sm=1, segments=1 if num_sms < _SEGMENTS_FROM_SMS else 4, lag=1)
 
 
 def gather_sum(
@@ -313,7 +323,7 @@ def gather_sum(
         file, name = "gather.cu", "gather_sum"
         defines |= {"BATCH": tuning.batch, "WARPS": warps}
     kernels.launch(
-        file, name, defines, min(num_sms or kernels.num_sms, kernels.num_sms), warps * 32,
+        file, name, defines, _multiprocessors(kernels, num_sms), warps * 32,
         (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
          np.int64(layout.flags_offset), np.int64(layout.scalars_offset), np.int64(layout.pitch), rows_RH,
          row_weights_R, row_scalars_R, recv_rows_PTK, tables.slot_rows_TK, tables.slot_ranks_TK,
@@ -331,3 +341,7 @@ def default_gather_tuning(num_sms: int | None) -> GatherTuning:
 def barrier(kernels: CudaKernels, window: Window) -> None:
     """Everything that the ranks did in stream order before it is visible to all of them after it."""
     kernels.launch("barrier.cu", "barrier", {}, 1, 64, window._common())
+
+
+def _multiprocessors(kernels: CudaKernels, num_sms: int | None) -> int:
+    return kernels.num_sms if num_sms is None else min(num_sms, kernels.num_sms)

@@ -172,6 +172,7 @@ class SymmetricTransport(Transport):
             num_experts=self._config.num_experts,
             max_tokens=self._config.max_tokens_per_rank,
             alignment=request.alignment,
+            num_sms=self._config.num_sms,
         )
         _, pairs_PP, _ = request.layout.split(tables.matrix_PX)
         return WindowPlan(

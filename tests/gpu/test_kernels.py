@@ -116,6 +116,7 @@ class Run:
             lambda rank, window: ops.plan(
                 self.kernels, window, headers[rank], self.idx[rank], self.weights[rank],
                 num_experts=self.case.experts, max_tokens=self.max_tokens, alignment=self.case.alignment,
+                num_sms=self.ranks.num_sms,
             )
         )  # fmt: skip
         return self.tables
@@ -216,6 +217,7 @@ def test_scatter(run: Run) -> None:
         dict(lag=3, segments=0),
         dict(unit=512, segments=16),
         dict(warps=4, blocks_per_sm=1, unroll=1),
+        dict(warps=32, blocks_per_sm=1, segments=4, lag=1),
         dict(lag=0, segments=0),
     ],
     ids=str,
