@@ -127,12 +127,12 @@ __device__ __forceinline__ void sum_segment(const Summands& s, u32 me, int begin
 //   out_TH                payload dtype;  slot_scalars_TK float32, zero for slots without a row
 //   segments, lag         segments of a row (segments_of); rounds between giving and taking (2 or more keep the loads flowing); equal on all ranks
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gather_sum(GATHER_PARAMETERS) {
-    GATHER_BEGIN
+    GATHER_BEGIN(WARPS, threadIdx.x / 32)
     await_peers(peers, me, P, state, epoch, timeout_ns, OP_GATHER);
     int* pending = nullptr;  // flag of the latest sum given, in round pending_round
     int pending_round = 0;
     Schedule s = first_task();
-    bool more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+    bool more = advance(s, a, token_counts_P, rounds, lag, workers, w);
     while (more) {
         if (pending && s.taking && pending_round <= s.round - lag) {
             if (lane_id() == 0) store_release(pending, epoch);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) gather_sum(
         }
         Task task = make_task(a, s);
         int begin = segment_start(H, s.seg, nseg), end = segment_start(H, s.seg + 1, nseg), round = s.round;
-        more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+        more = advance(s, a, token_counts_P, rounds, lag, workers, w);
         if (!task.empty) sum_segment(task.summands, me, begin, end, task.target);
         __syncwarp();
         if (pending && lane_id() == 0) store_release(pending, epoch);

@@ -1,5 +1,6 @@
-// What gather.cu (loads into registers) and gather_bulk.cu (bulk copies into shared memory) share: the tables,
-// and what one warp has to sum.
+// What gather.cu (a warp a task, loads into registers), gather_bulk.cu (a warp a task, bulk copies into shared memory)
+// and gather_ring.cu (a team of warps a task) share: the tables, and what one task has to sum. A worker is the warp or
+// the team that makes a task. The ranks' kernels may differ, as long as they cut rows into the same segments.
 //
 // Option: WEIGHTED (1 = rows are scaled by row_weights).
 #pragma once
@@ -78,7 +79,7 @@ __device__ __forceinline__ Task take(const Gather& a, int t, int seg, int rank, 
             a.out + t * a.row_bytes, nullptr, !__all_sync(FULL_MASK, arrived)};
 }
 
-// The parameters of both kernels, documented in gather.cu.
+// The parameters of all of them, documented in gather.cu.
 #define GATHER_PARAMETERS                                                                                       \
     const u64 *__restrict__ peers, int *state, i64 timeout_ns, int me, int P, int T_max, int K, int H,          \
         i64 area_offset, i64 flags_offset, i64 scalars_offset, i64 pitch, const void *rows_RH,                  \
@@ -86,8 +87,8 @@ __device__ __forceinline__ Task take(const Gather& a, int t, int seg, int rank, 
         const int *__restrict__ recv_rows_PTK, const int *__restrict__ slot_rows_TK,                            \
         const int *__restrict__ slot_ranks_TK, const int *__restrict__ token_counts_P, void *out_TH,            \
         float *slot_scalars_TK, int segments, int lag
-// Enters the operation: defines epoch, a, nseg, warps, w and rounds.
-#define GATHER_BEGIN                                                                                            \
+// Enters the operation as worker `which` of the `each` of a block: defines epoch, a, nseg, workers, w and rounds.
+#define GATHER_BEGIN(each, which)                                                                               \
     int epoch = current_epoch(state), most = 0;                                                                 \
     announce(peers, me, P, epoch);                                                                              \
     for (int r = 0; r < P; ++r) most = most > token_counts_P[r] ? most : token_counts_P[r];                     \
@@ -95,11 +96,11 @@ __device__ __forceinline__ Task take(const Gather& a, int t, int seg, int rank, 
     Gather a = {peers, state, timeout_ns, me, P, T_max, K, H, epoch, nseg, area_offset, flags_offset,           \
                 scalars_offset, pitch, (u64)rows_RH, (i64)H * ITEM_BYTES, row_weights_R, row_scalars_R,         \
                 recv_rows_PTK, slot_rows_TK, slot_ranks_TK, (u64)out_TH, slot_scalars_TK};                      \
-    int warps = gridDim.x * WARPS, w = (threadIdx.x / 32) * gridDim.x + blockIdx.x;                             \
-    int rounds = (most * nseg + warps - 1) / warps;
+    int workers = gridDim.x * (each), w = (which) * gridDim.x + blockIdx.x;                                     \
+    int rounds = (most * nseg + workers - 1) / workers;
 
-// The tasks of a warp in order: in each round a give to every peer, then a take `lag` rounds behind. It stands
-// at the next task, whose table entries are already on their way.
+// The tasks of a worker in order: in each round a give to every peer, then a take `lag` rounds behind. It stands
+// at the next task.
 struct Schedule {
     int round, d;
     bool taking;
@@ -111,8 +112,8 @@ __device__ __forceinline__ Schedule first_task() {
     return s;
 }
 // Moves on to the next task there is; false behind the last one.
-__device__ __forceinline__ bool advance(Schedule& s, const Gather& a, const int* token_counts_P, int rounds, int lag,
-                                        int warps, int w) {
+__device__ __forceinline__ bool step(Schedule& s, const Gather& a, const int* token_counts_P, int rounds, int lag,
+                                     int workers, int w) {
     for (;;) {
         if (s.d == a.P) {
             s.d = 0;
@@ -122,18 +123,26 @@ __device__ __forceinline__ bool advance(Schedule& s, const Gather& a, const int*
         ++s.d;
         s.taking = s.d == a.P;
         if (s.taking ? s.round < lag : s.round >= rounds) continue;
-        int item = (s.taking ? s.round - lag : s.round) * warps + w;
+        int item = (s.taking ? s.round - lag : s.round) * workers + w;
         s.dst = s.taking ? a.me : a.me + s.d < a.P ? a.me + s.d : a.me + s.d - a.P;
         s.t = item / a.nseg;
         s.seg = item - s.t * a.nseg;
-        if (s.t < token_counts_P[s.dst]) break;
+        if (s.t < token_counts_P[s.dst]) return true;
     }
+}
+// Starts loading the task's table entries.
+__device__ __forceinline__ void load_entries(Schedule& s, const Gather& a) {
     s.rank = s.row = -1;
     if ((int)lane_id() < a.K) {
         i64 at = (i64)s.t * a.K + lane_id();
         if (s.taking) s.rank = a.slot_ranks_TK[at];
         s.row = s.taking ? a.slot_rows_TK[at] : a.recv_rows_PTK[(i64)s.dst * a.T_max * a.K + at];
     }
+}
+__device__ __forceinline__ bool advance(Schedule& s, const Gather& a, const int* token_counts_P, int rounds, int lag,
+                                        int workers, int w) {
+    if (!step(s, a, token_counts_P, rounds, lag, workers, w)) return false;
+    load_entries(s, a);
     return true;
 }
 __device__ __forceinline__ Task make_task(const Gather& a, const Schedule& s) {

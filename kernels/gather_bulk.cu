@@ -121,13 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_sum_bulk(GATHER_
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mbarriers + threadIdx.x)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
-    GATHER_BEGIN
+    GATHER_BEGIN(WARPS, threadIdx.x / 32)
     await_peers(peers, me, P, state, epoch, timeout_ns, OP_GATHER);
     u32 bars = shared_address(mbarriers + warp * 2), set_bytes = K * CHUNK_BYTES;
     u32 sets = shared_address(memory) + warp * 2 * set_bytes;
 
     Schedule s = first_task();
-    bool more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+    bool more = advance(s, a, token_counts_P, rounds, lag, workers, w);
     Job ahead, now;              // the chunk being loaded, the chunk being summed
     ahead.at = ahead.end = 0;
     int* pending = nullptr;      // flag of the latest sum given, in round pending_round
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_sum_bulk(GATHER_
             do {
                 if (!more || (s.taking && unflagged <= s.round - lag)) return false;
                 ahead = make_job(a, s);
-                more = advance(s, a, token_counts_P, rounds, lag, warps, w);
+                more = advance(s, a, token_counts_P, rounds, lag, workers, w);
             } while (ahead.at == ahead.end);
         }
         start_loads(ahead, sets + (use & 1) * set_bytes, bars + (use & 1) * 8);

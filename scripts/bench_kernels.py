@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,8 +135,8 @@ def same(name: str, actual: Tensor, expected: Tensor) -> None:
         raise SystemExit(f"WRONG {name}: {differing:.3%} of the elements differ")
 
 
-def check(work: Work) -> None:
-    """All directions against plain torch, which knows all ranks' inputs."""
+def check(work: Work, gathers: Collection[ops.GatherTuning | None] = (None,)) -> None:
+    """All directions against plain torch, which knows all ranks' inputs; None is the default."""
     window, ranks = work.window, work.window.layout.ep_size
     local = work.num_experts // ranks
     idx = gather_all(work.topk_idx_TK, work.max_tokens)
@@ -190,12 +190,14 @@ def check(work: Work) -> None:
                 partial += torch.where((owner[:, k] == r)[:, None], term, 0.0)
             total += partial.to(rows.dtype).float()
         factors = row_weights if weighted else None
-        out, back = work.gather(outputs[window.rank], row_weights_R=factors, row_scalars_R=scalars)
-        same(f"sums, weighted={weighted}", out, total.to(rows.dtype))
         expected_back = torch.zeros_like(work.topk_weights_TK)
         for r in range(ranks):
             expected_back = torch.where(owner == r, all_scalars[r][mine.clamp_min(0)], expected_back)
-        same("scalars", back, torch.where(mine >= 0, expected_back, 0.0))
+        expected_back = torch.where(mine >= 0, expected_back, 0.0)
+        for tuning in gathers:
+            out, back = work.gather(outputs[window.rank], row_weights_R=factors, row_scalars_R=scalars, tuning=tuning)
+            same(f"sums, weighted={weighted}, {tuning}", out, total.to(rows.dtype))
+            same(f"scalars, {tuning}", back, expected_back)
     if int(window.state[3]):
         raise SystemExit(f"rank {window.rank}: a wait timed out: {window.state.tolist()}")
 
@@ -265,12 +267,14 @@ MXFP8_SCATTERS = {
     "1 block of 32 warps, 4 segments, lag 1": ops.ScatterTuning(blocks_per_sm=1, warps=32, segments=4, lag=1),
 }
 GATHERS = {
-    "default": ops.GatherTuning(),
-    "7 segments": ops.GatherTuning(segments=7),
-    "1 segment": ops.GatherTuning(segments=1),
-    "chunks of 512 bytes, 4 segments": ops.GatherTuning(chunk_bytes=512, warps=24, segments=4),
-    "chunks of 2048 bytes, 1 segment": ops.GatherTuning(chunk_bytes=2048, segments=1),
-    "registers, 7 segments": ops.GatherTuning(bulk=False, segments=7),
+    "ring": ops.GatherTuning(),
+    "ring, lag 1/16": ops.GatherTuning(lag=-16),
+    "ring, lag 4": ops.GatherTuning(lag=4),
+    "ring, teams of 14 warps": ops.GatherTuning(ring=ops.RingShape(1, 3, 14, 2, 14)),
+    "bulk, 2 segments": ops.GatherTuning(kernel="bulk", segments=2, lag=2),
+    "bulk, 1 segment": ops.GatherTuning(kernel="bulk", segments=1, lag=2),
+    "bulk, chunks of 2048 bytes, 1 segment": ops.GatherTuning(kernel="bulk", chunk_bytes=2048, segments=1, lag=2),
+    "registers, 7 segments": ops.GatherTuning(kernel="registers", segments=7, lag=2),
 }
 
 
@@ -383,7 +387,7 @@ def worker(rank: int, ranks: int, options: argparse.Namespace) -> None:
         (300, 2880, torch.bfloat16, True), (40, 96, torch.float16, True), (64, 7168, torch.float32, False),
         (50, 77, torch.bfloat16, True),
     ):  # fmt: skip
-        check(make_work(kernels, window, tokens, hidden, 16 * ranks, 6, tokens, dtype, uneven))
+        check(make_work(kernels, window, tokens, hidden, 16 * ranks, 6, tokens, dtype, uneven), GATHERS.values())
     if rank == 0:
         print(f"small shapes: every direction equal to plain torch on {ranks} ranks", flush=True)
     if not options.check_only:
@@ -402,11 +406,11 @@ def timing(kernels: CudaKernels, rank: int, ranks: int, report: Report, options:
     timer = Timer(kernels, window, options.iterations)
     time_link(handle, window.local, rank, ranks, report, timer)
     big = make_work(kernels, window, 8192, hidden, experts, top_k, 1)
-    check(big)
+    check(big, GATHERS.values())
     time_variants(big, timer, report, options.quick)
     time_operations(big, timer, report, "T 8192")
     check(big)
-    for sms in (64, 24):
+    for sms in (64, 48, 24):
         few = replace(big, num_sms=sms)
         few.plan()
         rows, _ = few.scatter()

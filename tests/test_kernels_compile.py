@@ -14,9 +14,12 @@ from ep_comm.cuda import driver, sources
 from ep_comm.cuda.driver import Launcher
 from ep_comm.cuda.nvrtc import KernelError, compile_to_cubin, find_nvrtc, nvrtc_version
 from ep_comm.cuda.sources import build, kernel_sources
-from ep_comm.cuda.window import PlanLaunch
+from ep_comm.cuda.tuning import GatherTuning, RingShape, default_gather_tuning, default_scatter_tuning
+from ep_comm.cuda.window import MIN_SHARED_BYTES, PlanLaunch
 
 ARCHITECTURES = ("sm_90", "sm_100")
+# Every shape that rows can get: whole rows of up to 28 vectors of a warp, longer ones in pieces of that.
+RINGS = list(dict.fromkeys(RingShape.of(512 * vectors) for vectors in range(1, 29)))
 BUILDS = {
     "barrier": [("barrier.cu", {})],
     "record": [("record.cu", {})],
@@ -38,6 +41,11 @@ BUILDS = {
     "gather": [
         ("gather.cu", {"DTYPE": dtype, "VEC_BYTES": vec, "WEIGHTED": weighted})
         for dtype, vec, weighted in ((0, 16, 0), (0, 4, 1), (1, 16, 0), (1, 16, 1), (1, 2, 0), (2, 8, 1))
+    ],
+    "gather_ring": [
+        ("gather_ring.cu", {"DTYPE": dtype, "WEIGHTED": weighted, **shape.defines})
+        for dtype, weighted, shapes in ((1, 1, RINGS), (1, 0, RINGS), (2, 1, RINGS[-1:]), (0, 1, RINGS[-1:]))
+        for shape in shapes
     ],
     "gather_bulk": [
         ("gather_bulk.cu", {"DTYPE": dtype, "WEIGHTED": weighted, "CHUNK_BYTES": chunk})
@@ -85,15 +93,64 @@ def test_the_blocks_of_a_plan_run_at_once(cache: Path) -> None:
     assert 2 * 32 * PlanLaunch.WARPS * registers(code) <= 65536
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_ring_fits_a_multiprocessor(arch: str, cache: Path) -> None:
+    """Its registers, without spilling, and its shared memory, for every length of a row."""
+    if arch == "sm_100" and nvrtc_version() < (12, 8):
+        pytest.skip(f"NVRTC {nvrtc_version()} is older than sm_100")
+    for row_bytes in [*range(16, 40_000, 16), 2**20]:
+        assert RingShape.of(row_bytes) in RINGS
+    for shape in RINGS:
+        code = build("gather_ring.cu", arch, {"DTYPE": 1, "WEIGHTED": 1, **shape.defines})
+        assert shape.threads * registers(code) <= 65536
+        assert attribute(code, _STACK_SIZE) <= 16
+        static = section_bytes(code, b".nv.shared.gather_sum_ring")
+        assert 0 < static and static + shape.shared_bytes <= MIN_SHARED_BYTES
+
+
+def test_the_measured_choices() -> None:
+    assert default_gather_tuning(24, 8192, 14336) == default_gather_tuning(None, 1024, 96) == GatherTuning()
+    assert default_gather_tuning(None, 8192, 14344).kernel != "ring"
+    assert default_gather_tuning(None, 128, 14336).kernel != "ring"
+    assert RingShape.of(14336) == RingShape.of(28672) == RingShape(2, 2, 7, 4, 7)
+    assert default_scatter_tuning(None).blocks_per_sm == 2
+    for num_sms, segments in ((24, 1), (63, 1), (64, 4), (132, 4)):
+        tuning = default_scatter_tuning(num_sms)
+        assert (tuning.blocks_per_sm, tuning.warps, tuning.segments, tuning.lag) == (1, 32, segments, 1)
+
+
+_REGISTERS, _STACK_SIZE = 0x2F, 0x12  # attributes of a kernel: EIATTR_REGCOUNT, EIATTR_MIN_STACK_SIZE
+
+
 def registers(code: bytes) -> int:
-    """Of a thread, from the compiled kernel's attributes."""
-    at, size, count = struct.unpack_from("<Q", code, 0x28)[0], *struct.unpack_from("<HH", code, 0x3A)
-    for header in range(at, at + size * count, size):
-        offset, length = struct.unpack_from("<QQ", code, header + 24)
-        for entry in range(offset, min(offset + length, len(code) - 12), 4):
-            if code[entry : entry + 4] == b"\x04\x2f\x08\x00":  # the attribute REGCOUNT: symbol and number
-                return struct.unpack_from("<I", code, entry + 8)[0]
-    raise AssertionError("the compiled kernel does not say how many registers it has")
+    """Of a thread."""
+    return attribute(code, _REGISTERS)
+
+
+def attribute(code: bytes, number: int) -> int:
+    """The largest value of a compiled kernel's attribute that comes as symbol and number."""
+    values = [
+        struct.unpack_from("<I", code, entry + 8)[0]
+        for name, offset, length in sections(code)
+        if name == b".nv.info"
+        for entry in range(offset, offset + length, 4)
+        if code[entry : entry + 4] == bytes((4, number, 8, 0))
+    ]
+    assert values, f"the compiled kernel has no attribute {number:#x}"
+    return max(values)
+
+
+def section_bytes(code: bytes, name: bytes) -> int:
+    return sum(length for section, _, length in sections(code) if section == name)
+
+
+def sections(code: bytes) -> list[tuple[bytes, int, int]]:
+    """Name, offset and length of an ELF file's sections."""
+    at = struct.unpack_from("<Q", code, 0x28)[0]
+    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, at + size * i) for i in range(count)]
+    start = headers[names][4]
+    return [(code[start + h[0] : code.index(b"\0", start + h[0])], h[4], h[5]) for h in headers]
 
 
 def test_every_source_is_compiled_above() -> None:

@@ -20,11 +20,13 @@ from ..mxfp8 import MXFP8Tensor
 from ..status import HEADER_WORDS
 from .kernels import DTYPE_CODE, CudaKernels, vector_bytes
 from .sources import SCALE_FLOOR
-from .window import MIN_SHARED_BYTES, PlanLaunch, WindowLayout
+from .tuning import GatherTuning, RingShape, ScatterTuning, default_gather_tuning, default_scatter_tuning
+from .window import PlanLaunch, WindowLayout
 
 __all__ = [
     "GatherTuning",
     "PlanTables",
+    "RingShape",
     "ScatterTuning",
     "Window",
     "barrier",
@@ -32,10 +34,6 @@ __all__ = [
     "plan",
     "scatter_rows",
 ]
-
-_FEW_SMS = 48  # below it a warp has many segments to move, and larger ones cost less
-_SEGMENTS_FROM_SMS = 64  # with fewer, cutting rows costs the dispatch more than it fills gaps
-_SHARED_BYTES = MIN_SHARED_BYTES - 4 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
 @dataclass
@@ -96,45 +94,6 @@ class PlanTables(NamedTuple):
     """int32: row of each slot on its rank, or -1."""
     slot_ranks_TK: Tensor
     """int32: rank of each slot, or -1 where it goes nowhere."""
-
-
-@dataclass(frozen=True)
-class ScatterTuning:
-    """How :func:`scatter_rows` runs. ``unit``, ``segments`` and ``lag`` must be equal on all ranks.
-
-    Attributes:
-        warps, blocks_per_sm, unroll: shape of the launch, and loads in flight of a lane.
-        unit: a row is cut at multiples of so many elements.
-        segments: into which a row is cut at 8,192 tokens a rank, at most 16; fewer tokens give more.
-        lag: rounds between sending a segment and waiting for the peer's of the same number.
-    """
-
-    warps: int = 16
-    blocks_per_sm: int = 2
-    unroll: int = 4
-    unit: int = 1024
-    segments: int = 7
-    lag: int = 0
-
-
-@dataclass(frozen=True)
-class GatherTuning:
-    """How :func:`gather_sum` runs; see :class:`ScatterTuning`.
-
-    Attributes:
-        bulk: fetch rows by bulk copies into shared memory, where their alignment allows it.
-        chunk_bytes: of a row, fetched at once (``bulk``).
-        warps: of a block; with ``bulk`` as many of them as shared memory has room for.
-        batch: rows a lane loads at a time (without ``bulk``).
-    """
-
-    bulk: bool = True
-    chunk_bytes: int = 1024
-    warps: int = 20
-    batch: int = 4
-    unit: int = 1024
-    segments: int = 2
-    lag: int = 2
 
 
 def plan(
@@ -263,16 +222,6 @@ def scatter_rows(
     return rows, weights_R, kept if first else recv_rows_PTK
 
 
-def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
-    """The measured choice (docs/kernels.md). Depends only on what all ranks have in common.
-
-    A limit leaves one block a multiprocessor: the GPU would give each of more blocks one of its own.
-    """
-    if num_sms is None:
-        return ScatterTuning()
-    return ScatterTuning(warps=32, blocks_per_sm=1, segments=1 if num_sms < _SEGMENTS_FROM_SMS else 4, lag=1)
-
-
 def gather_sum(
     kernels: CudaKernels,
     window: Window,
@@ -304,38 +253,43 @@ def gather_sum(
     scalars = None
     if row_scalars_R is not None:
         scalars = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
-    tuning = tuning or default_gather_tuning(num_sms)
-    vec = vector_bytes(hidden * rows_RH.element_size(), rows_RH, out)
+    row_bytes = hidden * rows_RH.element_size()
+    tuning = tuning or default_gather_tuning(num_sms, max_tokens, row_bytes)
+    vec = vector_bytes(row_bytes, rows_RH, out)
     defines = {
         "DTYPE": DTYPE_CODE[rows_RH.dtype],
         "VEC_BYTES": vec,
         "WEIGHTED": int(row_weights_R is not None),
         "UNIT": tuning.unit,
     }
-    warps, shared = tuning.warps, 0
-    if tuning.bulk and vec == 16:
-        of_a_warp = 2 * top_k * tuning.chunk_bytes
-        warps = min(warps, _SHARED_BYTES // of_a_warp)
-        shared = warps * of_a_warp
-        file, name = "gather_bulk.cu", "gather_sum_bulk"
-        defines |= {"CHUNK_BYTES": tuning.chunk_bytes, "WARPS": warps}
+    kernel = tuning.kernel if vec == 16 else "registers"
+    shared, lag = 0, tuning.lag
+    if kernel == "ring":
+        file, name = "gather_ring.cu", "gather_sum_ring"
+        ring = tuning.ring or RingShape.of(row_bytes)
+        threads, shared = ring.threads, ring.shared_bytes
+        defines |= ring.defines
     else:
-        file, name = "gather.cu", "gather_sum"
-        defines |= {"BATCH": tuning.batch, "WARPS": warps}
+        lag = lag if lag >= 0 else 2
+        warps = tuning.warps
+        if kernel == "bulk":
+            file, name = "gather_bulk.cu", "gather_sum_bulk"
+            warps = tuning.bulk_warps(top_k)
+            shared = 2 * warps * top_k * tuning.chunk_bytes
+            defines |= {"CHUNK_BYTES": tuning.chunk_bytes, "WARPS": warps}
+        else:
+            file, name = "gather.cu", "gather_sum"
+            defines |= {"BATCH": tuning.batch, "WARPS": warps}
+        threads = warps * 32
     kernels.launch(
-        file, name, defines, _multiprocessors(kernels, num_sms), warps * 32,
+        file, name, defines, _multiprocessors(kernels, num_sms), threads,
         (*window._common(), max_tokens, top_k, hidden, np.int64(layout.area_offset),
          np.int64(layout.flags_offset), np.int64(layout.scalars_offset), np.int64(layout.pitch), rows_RH,
          row_weights_R, row_scalars_R, recv_rows_PTK, tables.slot_rows_TK, tables.slot_ranks_TK,
-         tables.token_counts_P, out, scalars, tuning.segments, tuning.lag),
+         tables.token_counts_P, out, scalars, tuning.segments, lag),
         shared_bytes=shared,
     )  # fmt: skip
     return out, scalars
-
-
-def default_gather_tuning(num_sms: int | None) -> GatherTuning:
-    """The measured choice, as :func:`default_scatter_tuning`."""
-    return GatherTuning(segments=1) if num_sms is not None and num_sms < _FEW_SMS else GatherTuning()
 
 
 def barrier(kernels: CudaKernels, window: Window) -> None:

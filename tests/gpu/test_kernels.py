@@ -143,8 +143,8 @@ class Run:
         return self.ranks.each(
             lambda rank, window: ops.gather_sum(
                 self.kernels, window, rows[rank], self.tables[rank], self.recv[rank],
-                max_tokens=self.max_tokens, num_sms=self.ranks.num_sms,
-                **{name: values[rank] for name, values in options.items()},
+                max_tokens=self.max_tokens,
+                **{"num_sms": self.ranks.num_sms} | {name: values[rank] for name, values in options.items()},
             )
         )  # fmt: skip
 
@@ -258,16 +258,24 @@ def test_scatter_again_uses_the_kept_table(run: Run) -> None:
         assert_same(actual[0][: len(rows)], rows)
 
 
+def gather_tuning(ring: tuple[int, ...] | None = None, **options) -> ops.GatherTuning:
+    return ops.GatherTuning(ring=ring and ops.RingShape(*ring), **options)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "variant",
     [
         {},
-        dict(bulk=False),
-        dict(bulk=False, warps=4, batch=3, segments=0, lag=0),
-        dict(chunk_bytes=512, unit=512, segments=16, warps=9),
-        dict(chunk_bytes=2048, warps=3, segments=0, lag=5),
-        dict(lag=0),
+        dict(kernel="registers", segments=2, lag=2),
+        dict(kernel="registers", warps=4, batch=3, lag=0),
+        dict(kernel="bulk", segments=2, lag=2),
+        dict(kernel="bulk", chunk_bytes=512, unit=512, segments=16, warps=9, lag=2),
+        dict(kernel="bulk", chunk_bytes=2048, warps=3, lag=5),
+        dict(kernel="bulk", segments=2, lag=0),
+        dict(kernel="ring"),
+        dict(kernel="ring", segments=16, unit=512, lag=0),
+        dict(kernel="ring", segments=2, lag=3, ring=(1, 3, 2, 1, 2)),
     ],
     ids=str,
 )
@@ -276,7 +284,7 @@ def test_gather(run: Run, weighted: bool, variant: dict[str, int]) -> None:
     outputs = [y.to(device) for y in case.rows_of]
     row_weights = [r[1] for r in run.scatter(extra=3)]
     scalars = [torch.randn(len(y), device=device) for y in outputs]
-    options = {"row_scalars_R": scalars, "tuning": [ops.GatherTuning(**variant)] * len(outputs)}
+    options = {"row_scalars_R": scalars, "tuning": [gather_tuning(**variant) if variant else None] * len(outputs)}
     if weighted:
         options["row_weights_R"] = row_weights
     expected = reference.combine(case.plan, case.rows_of, case.weights, weighted)
@@ -284,6 +292,83 @@ def test_gather(run: Run, weighted: bool, variant: dict[str, int]) -> None:
     for rank, (out, slot_scalars) in enumerate(run.gather(outputs, **options)):
         assert_same(out, expected[rank])
         assert_same(slot_scalars, returned[rank])
+
+
+RING_CASES = {
+    "bf16": dict(hidden=7168, dtype=torch.bfloat16, counts=(300, 270), experts=16, top_k=8),
+    "fp16, most slots": dict(hidden=2048, dtype=torch.float16, counts=(60, 41), experts=64, top_k=32, skew=0.5),
+    "fp32, rows in three pieces": dict(hidden=9000, dtype=torch.float32, counts=(33, 90), experts=8),
+    "short rows": dict(hidden=8, dtype=torch.bfloat16, counts=(700, 512, 600), experts=6, alignment=1),
+    "uneven": dict(hidden=520, dtype=torch.bfloat16, counts=(1, 0, 400, 0, 30), experts=10, top_k=6, skew=1.0),
+    "eight ranks": dict(hidden=2880, dtype=torch.bfloat16, counts=(64, 50, 0, 64, 1, 33, 64, 20), experts=64, top_k=8),
+}  # fmt: skip
+
+
+@pytest.fixture(params=RING_CASES, scope="module")
+def ring_run(request: pytest.FixtureRequest) -> Run:
+    run = Run(Case(**RING_CASES[request.param]))
+    run.scatter(extra=3)
+    return run
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, None])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        dict(),
+        dict(lag=-1),
+        dict(lag=1000),
+        dict(lag=0, ring=(1, 1, 1, 1, 1)),
+        dict(lag=2, ring=(3, 2, 2, 3, 5)),
+        dict(lag=-3, unit=256, segments=16, ring=(1, 4, 7, 4, 14)),
+    ],
+    ids=str,
+)
+def test_gather_ring(ring_run: Run, num_sms: int | None, variant: dict[str, int]) -> None:
+    """Teams of several shapes, on few and many blocks, with and without weights and scalars."""
+    run, device = ring_run, ring_run.ranks.device
+    ranks = len(run.case.counts)
+    rows = [y.to(device) for y in run.case.rows_of]
+    weights = run.scatter(extra=3)
+    options = {"tuning": [gather_tuning(**variant)] * ranks, "num_sms": [num_sms or run.ranks.num_sms] * ranks}
+    for weighted in (False, True):
+        expected = reference.combine(run.case.plan, run.case.rows_of, run.case.weights, weighted)
+        scalars = [torch.randn(len(y), device=device) for y in rows]
+        returned = reference.dispatch_grad_weights(run.case.plan, [s.cpu() for s in scalars], run.case.weights)
+        more = {"row_weights_R": [r[1] for r in weights]} if weighted else {"row_scalars_R": scalars}
+        for rank, (out, slot_scalars) in enumerate(run.gather(rows, **options, **more)):
+            assert_same(out, expected[rank])
+            assert slot_scalars is None if weighted else assert_same(slot_scalars, returned[rank]) is None
+
+
+def test_ranks_may_sum_by_different_kernels() -> None:
+    """Where the rows of one rank are not aligned, it alone takes another kernel."""
+    run = Run(Case(hidden=1032, dtype=torch.bfloat16, counts=(300, 200, 250), experts=12))
+    run.scatter(extra=3)
+    expected = reference.combine(run.case.plan, run.case.rows_of, run.case.weights, False)
+    aligned = [y.to(run.ranks.device) for y in run.case.rows_of]
+    odd = [torch.cat([y.new_zeros(1), y.flatten()])[1:].view_as(y) for y in aligned]
+    # Each kernel is compiled and loaded before one of them waits for the other.
+    for rows in (aligned, odd, [odd[0], aligned[1], odd[2]]):
+        for segments in (0, 4):
+            tuning = ops.GatherTuning(kernel="ring", segments=segments)
+            for rank, (out, _) in enumerate(run.gather(rows, tuning=[tuning] * 3)):
+                assert_same(out, expected[rank])
+
+
+@pytest.mark.parametrize("kernel", ["ring", "bulk", "registers"])
+def test_a_peer_that_does_not_sum_ends_the_wait(kernel: str) -> None:
+    run = Run(Case(hidden=256, dtype=torch.bfloat16, counts=(200, 100), experts=8))
+    run.scatter()
+    window = run.ranks.windows[0]
+    window.timeout_ns = 50_000_000
+    rows = torch.ones(run.case.plan[0].required_rows, 256, dtype=torch.bfloat16, device=run.ranks.device)
+    ops.gather_sum(
+        run.kernels, window, rows, run.tables[0], run.recv[0], max_tokens=run.max_tokens, num_sms=2,
+        tuning=ops.GatherTuning(kernel=kernel, segments=2, lag=2),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert window.state[3:5].tolist() == [3, 1]
 
 
 def test_budget_drops_rows_beyond_it_and_says_so() -> None:
@@ -299,7 +384,13 @@ def test_budget_drops_rows_beyond_it_and_says_so() -> None:
     for rank, (actual, row_weights, _) in enumerate(run.scatter()):
         assert_same(actual, rows[rank][:budget])
         assert_same(row_weights, weights[rank][:budget])
-    run.gather([torch.ones(budget, 64, dtype=torch.bfloat16, device=run.ranks.device)] * 2)
+    rows = [torch.randn(budget, 64, device=run.ranks.device).bfloat16() for _ in range(2)]
+    sums = [
+        run.gather(rows, tuning=[ops.GatherTuning(kernel=kernel, segments=1, lag=2)] * 2)
+        for kernel in ("ring", "bulk", "registers")
+    ]
+    for other in sums[1:]:
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(sums[0], other, strict=True))
 
 
 def test_ids_out_of_range_are_reported_to_every_rank_and_route_nowhere() -> None:
@@ -591,5 +682,9 @@ def test_addresses_beyond_32_bits() -> None:
     assert out.numel() > 2**32
     for token, row in enumerate((num_rows - 1, num_rows // 2, 0)):
         assert_same(out[row], case.tokens[0][token])
-    back, _ = ops.gather_sum(run.kernels, run.ranks.windows[0], out, run.tables[0], recv, max_tokens=run.max_tokens)
-    assert_same(back, case.tokens[0])
+    for kernel in ("ring", "bulk", "registers"):
+        back, _ = ops.gather_sum(
+            run.kernels, run.ranks.windows[0], out, run.tables[0], recv, max_tokens=run.max_tokens,
+            tuning=ops.GatherTuning(kernel=kernel, segments=1, lag=2),
+        )  # fmt: skip
+        assert_same(back, case.tokens[0])
