@@ -132,9 +132,8 @@ def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
 def default_gather_tuning(num_sms: int | None, max_tokens: int, row_bytes: int) -> GatherTuning:
     """Whole rows and a ring where there are enough tokens to fill the teams.
 
-    The lag of the ring is an eighth of the rounds. While a rank is ahead, its sums come in later than it could take
-    them; the lag is how far ahead it can be without waiting. But the first ``lag`` rounds only give and the last ones
-    only take, which leaves the link idle, so it has to stay a small part of all rounds.
+    The lag of the ring is an eighth of the rounds. It is how far a peer may be behind before a take waits for it; but
+    the first ``lag`` rounds only give and the last only take, so it has to stay a small part of all rounds.
 
     Args:
         num_sms, max_tokens: of the configuration.
