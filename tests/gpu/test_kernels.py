@@ -305,10 +305,12 @@ RING_CASES = {
 
 
 @pytest.fixture(params=RING_CASES, scope="module")
-def ring_run(request: pytest.FixtureRequest) -> Run:
-    run = Run(Case(**RING_CASES[request.param]))
+def ring_run(request: pytest.FixtureRequest) -> tuple[Run, list[list[Tensor]]]:
+    """A case whose rows have been scattered, and its sums without and with weights."""
+    case = Case(**RING_CASES[request.param])
+    run = Run(case)
     run.scatter(extra=3)
-    return run
+    return run, [reference.combine(case.plan, case.rows_of, case.weights, weighted) for weighted in (False, True)]
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, None])
@@ -324,21 +326,23 @@ def ring_run(request: pytest.FixtureRequest) -> Run:
     ],
     ids=str,
 )
-def test_gather_ring(ring_run: Run, num_sms: int | None, variant: dict[str, int]) -> None:
+def test_gather_ring(ring_run: tuple[Run, list[list[Tensor]]], num_sms: int | None, variant: dict[str, int]) -> None:
     """Teams of several shapes, on few and many blocks, with and without weights and scalars."""
-    run, device = ring_run, ring_run.ranks.device
-    ranks = len(run.case.counts)
+    run, expected = ring_run
+    ranks, device = len(run.case.counts), run.ranks.device
     rows = [y.to(device) for y in run.case.rows_of]
     weights = run.scatter(extra=3)
     options = {"tuning": [gather_tuning(**variant)] * ranks, "num_sms": [num_sms or run.ranks.num_sms] * ranks}
     for weighted in (False, True):
-        expected = reference.combine(run.case.plan, run.case.rows_of, run.case.weights, weighted)
         scalars = [torch.randn(len(y), device=device) for y in rows]
         returned = reference.dispatch_grad_weights(run.case.plan, [s.cpu() for s in scalars], run.case.weights)
         more = {"row_weights_R": [r[1] for r in weights]} if weighted else {"row_scalars_R": scalars}
         for rank, (out, slot_scalars) in enumerate(run.gather(rows, **options, **more)):
-            assert_same(out, expected[rank])
-            assert slot_scalars is None if weighted else assert_same(slot_scalars, returned[rank]) is None
+            assert_same(out, expected[weighted][rank])
+            if weighted:
+                assert slot_scalars is None
+            else:
+                assert_same(slot_scalars, returned[rank])
 
 
 def test_ranks_may_sum_by_different_kernels() -> None:
