@@ -181,6 +181,7 @@ __device__ __forceinline__ void post_task(Team& team, u32 buffers, const Gather&
         for (int i = 0; i < all; ++i) {
             u32 slot = place.slot, bar = shared_address(team.full + slot);
             await(shared_address(team.empty + slot), (place.lap & 1) ^ 1);
+            __syncwarp();  // a lane that came late could find the slot filled and emptied again, and wait on
             if (++place.slot == SLOTS) {
                 place.slot = 0;
                 ++place.lap;
