@@ -37,6 +37,7 @@
 #ifndef SLOTS
 #define SLOTS 7
 #endif
+#define MOST_LAG 11
 #define POSTS 16  // tasks between the first and the last warp of a team
 #define TEAM_WARPS (PRODUCERS + 1 + CONSUMERS)
 #define THREADS (TEAMS * TEAM_WARPS * 32)
@@ -321,7 +322,8 @@ __device__ __forceinline__ void consume(Team& team, u32 buffers, int consumer) {
 }
 
 // grid <= SMs, block THREADS, dynamic shared TEAMS * SLOTS * CHUNK_BYTES (and less than 4 KB a team of static).
-// Parameters as in gather.cu, but a negative lag stands for this part of the rounds: -8 is an eighth of them.
+// Parameters as in gather.cu, but a negative lag stands for this part of the rounds, MOST_LAG at most: -8 is an eighth
+// of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_sum_ring(GATHER_PARAMETERS) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ Team teams[TEAMS];
@@ -332,7 +334,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gather_sum_ring(GATHER_
     __syncthreads();
     GATHER_BEGIN(TEAMS, which)
     if (role < PRODUCERS) {
-        if (lag < 0) lag = rounds > -lag ? (rounds - 1) / -lag + 1 : 1;
+        if (lag < 0) {
+            lag = rounds > -lag ? (rounds - 1) / -lag + 1 : 1;
+            lag = lag < MOST_LAG ? lag : MOST_LAG;
+        }
         await_peers(peers, me, P, state, epoch, timeout_ns, OP_GATHER);
         produce(team, buffers, a, token_counts_P, rounds, lag, workers, w, role);
     } else if (role == PRODUCERS) {

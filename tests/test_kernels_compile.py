@@ -109,9 +109,9 @@ def test_the_ring_fits_a_multiprocessor(arch: str, cache: Path) -> None:
 
 
 def test_the_measured_choices() -> None:
-    assert default_gather_tuning(24, 8192, 14336) == default_gather_tuning(None, 1024, 96) == GatherTuning()
+    assert default_gather_tuning(24, 8192, 14336) == default_gather_tuning(None, 256, 14336) == GatherTuning()
     assert default_gather_tuning(None, 8192, 14344).kernel != "ring"
-    assert default_gather_tuning(None, 128, 14336).kernel != "ring"
+    assert default_gather_tuning(None, 128, 14336).kernel == default_gather_tuning(24, 512, 4096).kernel == "bulk"
     assert RingShape.of(14336) == RingShape.of(28672) == RingShape(2, 2, 7, 4, 7)
     assert default_scatter_tuning(None).blocks_per_sm == 2
     for num_sms, segments in ((24, 1), (63, 1), (64, 4), (132, 4)):

@@ -14,7 +14,7 @@ __all__ = ["GatherTuning", "RingShape", "ScatterTuning", "default_gather_tuning"
 
 _FEW_SMS = 48  # below it a warp of gather_bulk.cu has many segments to sum, and larger ones cost less
 _SEGMENTS_FROM_SMS = 64  # with fewer, cutting rows costs the dispatch more than it fills gaps
-_RING_FROM_TOKENS = 512  # with fewer, a warp a segment starts sooner than a team a row
+_RING_FROM_BYTES = 256 * 14336  # of all tokens of a rank; with fewer, a warp a segment starts sooner than a team a row
 _SHARED_BYTES = MIN_SHARED_BYTES - 4 * 1024  # dynamic shared memory of a block, with room for the static part
 
 
@@ -105,7 +105,7 @@ class GatherTuning:
         warps: of a block; with ``bulk`` as many of them as shared memory has room for.
         batch: rows a lane loads at a time (``registers``).
         segments: as in :class:`ScatterTuning`; 0 leaves rows whole.
-        lag: with ``ring``, a negative one stands for this part of all rounds: -8 is an eighth of them.
+        lag: with ``ring``, a negative one stands for this part of all rounds, but 11 at most: -8 is an eighth.
     """
 
     kernel: Literal["ring", "bulk", "registers"] = "ring"
@@ -132,14 +132,14 @@ def default_scatter_tuning(num_sms: int | None) -> ScatterTuning:
 def default_gather_tuning(num_sms: int | None, max_tokens: int, row_bytes: int) -> GatherTuning:
     """Whole rows and a ring where there are enough tokens to fill the teams.
 
-    The lag of the ring is an eighth of the rounds. It is how far a peer may be behind before a take waits for it; but
-    the first ``lag`` rounds only give and the last only take, so it has to stay a small part of all rounds.
+    The lag of the ring is an eighth of the rounds, but 11 at most. It is how far a peer may be behind before a take
+    waits for it; but the first ``lag`` rounds only give and the last only take, so it has to stay a small part of all.
 
     Args:
         num_sms, max_tokens: of the configuration.
         row_bytes: of a payload row.
     """
-    if row_bytes % 16 == 0 and max_tokens >= _RING_FROM_TOKENS:
+    if row_bytes % 16 == 0 and max_tokens * row_bytes >= _RING_FROM_BYTES:
         return GatherTuning()
     few = num_sms is not None and num_sms < _FEW_SMS
     return GatherTuning(kernel="bulk", segments=1 if few else 2, lag=2)
