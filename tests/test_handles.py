@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,15 @@ def test_a_single_process_needs_no_process_group() -> None:
             d = dispatcher.dispatch(tokens, topk_idx, weights)
             assert torch.equal(dispatcher.combine(d.tokens, d.handle), 2 * tokens)
             assert dispatcher.tokens_sent == 0
+
+
+def test_threads_do_not_share_wire_rows() -> None:
+    with ep_comm.Dispatcher(make_config("eager")) as first, ep_comm.Dispatcher(make_config("eager")) as second:
+        take = (4, 16, torch.device("cpu"))
+        mine = first._transport._buffers.take("sent", *take).zero_()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: second._transport._buffers.take("sent", *take).fill_(1)).result()
+        assert not mine.any()
 
 
 EXIT_SCRIPT = """

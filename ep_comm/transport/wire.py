@@ -8,6 +8,7 @@ viewed as any dtype and copied 16 bytes at a time. One buffer, one transfer.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -24,19 +25,20 @@ __all__ = ["WireBuffers", "WireLayout", "wire_layout"]
 _UNIT = 16
 
 
-class WireBuffers:
+class WireBuffers(threading.local):
     """Where wire rows are put together and arrive.
 
     On a CPU a large fresh buffer costs more than filling it, because the kernel has to map its pages one by one.
     Nothing outlives the call that uses a buffer there, so each place keeps one and makes it larger when
-    needed. On other devices PyTorch's allocator does this, and knows about streams.
+    needed. A thread has its own, as dispatchers of several threads may share this object, and a backward pass may
+    run on a thread of autograd's. On other devices PyTorch's allocator does this, and knows about streams.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, place: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
-        """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``, valid until ``place`` is taken again."""
+        """An uninitialised buffer, uint8 ``[num_rows, row_bytes]``, valid until this thread takes ``place`` again."""
         if not devices.host_reads_are_free(device):
             return torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=device)
         size = num_rows * row_bytes
