@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .config import EPConfig
+from .config import EPConfig, round_up
 from .cuda.kernels import cuda_kernels
 from .cuda.routing import derive_plan, local_routing, routing_fits, write_message
 from .status import HEADER_WORDS, FaultCode, Header, Word
@@ -137,18 +137,25 @@ def _first_bad_id(raw_TK: Tensor, bad_TK: Tensor) -> Tensor:
 
 
 class CountMatrix:
-    """Layout of the exchanged message ``[HEADER_WORDS + P + E]``, one row a rank.
+    """Layout of the exchanged message, one row a rank.
 
     Behind the status words (:mod:`ep_comm.status`) stand the tokens for each rank and the pairs for each
-    expert; and, where a transport knows of hosts, the tokens for each host.
+    expert; where a transport knows of hosts, the tokens for each host; then zeros up to a multiple of
+    ``WIDTH_UNIT`` words. So dispatchers of different shapes send messages of one length: where ranks are out of step,
+    they can still read so in each other's status words, which collectives of different sizes would not let them.
+    The length follows from the shape alone, as captured graphs keep the one that they were made with.
     """
+
+    WIDTH_UNIT = 512  # 2 KB: what a collective takes for so little is its latency
 
     def __init__(self, config: EPConfig, ep_size: int, hosts: Hosts | None = None) -> None:
         self.num_experts = config.num_experts
         self.ep_size = ep_size
         self._hosts = hosts
         self._counts_end = HEADER_WORDS + ep_size + config.num_experts
-        self.width = self._counts_end + (0 if hosts is None else hosts.num_hosts)
+        self._used = self._counts_end + (0 if hosts is None else hosts.num_hosts)
+        # One rank sends nothing, and reads its own message only.
+        self.width = self._used if ep_size == 1 else round_up(self._used, self.WIDTH_UNIT)
 
     def header(self, operation: int, agreed: int, num_tokens: int, dtype_code: int, budget_rows: int) -> Header:
         """The status words before the fault; see :mod:`ep_comm.status`."""
@@ -178,9 +185,9 @@ class CountMatrix:
             return write_message(kernels, header.words, fault, counts, self.width)
         if not isinstance(fault, Tensor):
             fault = torch.tensor(fault, dtype=torch.int32).to(device)
-        empty = self.width - HEADER_WORDS
-        sent = torch.cat(counts).int() if counts else torch.zeros(empty, dtype=torch.int32, device=device)
-        return torch.cat([header.on(device), fault, sent])
+        sent = [torch.cat(counts).int()] if counts else []
+        empty = self.width - (self._used if counts else HEADER_WORDS)
+        return torch.cat([header.on(device), fault, *sent, torch.zeros(empty, dtype=torch.int32, device=device)])
 
     def split(self, matrix_PX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The exchanged matrix as (status words ``[P, HEADER_WORDS]``, pair tokens ``[P, P]``, counts ``[P, E]``)."""
@@ -190,7 +197,7 @@ class CountMatrix:
 
     def host_tokens(self, matrix_PX: Tensor) -> Tensor:
         """The tokens from every rank to every host, ``[P, G]``; ``[P, 0]`` where the transport knows of no hosts."""
-        return matrix_PX[:, self._counts_end :]
+        return matrix_PX[:, self._counts_end : self._used]
 
     def pair_tokens(self, matrix_PX: Tensor) -> Tensor:
         """The tokens from every rank to every rank, a view ``[P, P]`` of the exchanged matrix."""

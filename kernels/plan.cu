@@ -43,14 +43,14 @@ typedef int Idx;
 struct Routing {
     const u64* peers;
     int* state;
-    int me, P, T, K, E, L, width, epoch;  // width = P + E
+    int me, P, T, K, E, L, width, pitch, epoch;  // width = P + E; pitch: words from one rank's message to the next
     i64 counts_offset;
     const Idx* topk_idx_TK;
 };
 
 // Message of rank p. Epoch parity alternates: a rank may be one plan ahead of a peer that still reads.
 __device__ __forceinline__ int* message_of(const Routing& a, u64 window, int p) {
-    return (int*)(window + a.counts_offset) + ((i64)(a.epoch & 1) * a.P + p) * (HEADER_WORDS + a.width);
+    return (int*)(window + a.counts_offset) + ((i64)(a.epoch & 1) * a.P + p) * a.pitch;
 }
 __device__ __forceinline__ bool is_expert(const Routing& a, Idx e) { return e >= 0 && e < a.E; }
 
@@ -101,7 +101,7 @@ __device__ void write_verdict(const Routing& a, const int* matrix, const int* st
                               const int* budgets, i64* required_P, int* verdict, int* token_counts_P) {
     int over = 0, faults = 0, most = 0;
     for (int r = threadIdx.x; r < a.P; r += 32) {
-        const int* words = matrix + (i64)r * (HEADER_WORDS + a.width);
+        const int* words = matrix + (i64)r * a.pitch;
         int need = (r + 1 < a.P ? starts[(r + 1) * a.L] : all_rows) - starts[r * a.L];
         int tokens = __ldcg(words + WORD_TOKENS);
         required_P[r] = need;
@@ -126,6 +126,8 @@ __device__ void write_verdict(const Routing& a, const int* matrix, const int* st
 //   header              int32 [HEADER_WORDS], the status words; a fault in them wins over ids out of range
 //   topk_idx_TK         expert ids, -1 = none; ids outside [-1, E) count as none, the first becomes the fault
 //   topk_weights_TK     float32, delivered with the rows
+//   pitch               words between messages in the window: the same for all its layers, whatever their E, so that
+//                       ranks that plan for different layers still read each other's status words
 //   block_counts        int32 [blocks, P + E], scratch
 //   first_bad           int32 [1], 2^31 - 1 between calls
 // Out:
@@ -142,13 +144,13 @@ __device__ void write_verdict(const Routing& a, const int* matrix, const int* st
 extern "C" __global__ void __launch_bounds__(THREADS)
 plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i64 counts_offset,
      const int* __restrict__ header, const Idx* __restrict__ topk_idx_TK,
-     const float* __restrict__ topk_weights_TK, int T, int K, int E, int T_max, int alignment,
+     const float* __restrict__ topk_weights_TK, int T, int K, int E, int pitch, int T_max, int alignment,
      int* block_counts, int* first_bad, i64 rows_offset, i64 weights_offset,
      int* matrix_PX, i64* tokens_per_expert_L, i64* expert_offsets_L1, i64* required_P, int* verdict,
      int* token_counts_P, int* slot_rows_TK, int* slot_ranks_TK) {
     extern __shared__ int shared[];
     __shared__ int warp_sums[WARPS], budgets[MAX_RANKS], status[HEADER_WORDS], is_last, bad_item;
-    Routing a = {peers, state, me, P, T, K, E, E / P, P + E, current_epoch(state), counts_offset, topk_idx_TK};
+    Routing a = {peers, state, me, P, T, K, E, E / P, P + E, pitch, current_epoch(state), counts_offset, topk_idx_TK};
     int* totals = shared;             // [P + E], then [E] aligned starts, counted through all ranks
     int* base = shared + P + E;       // [E] this block's first row of each expert, from the segment's start
     int* next = shared + P + 2 * E;   // [WARPS, E]
@@ -226,7 +228,7 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
     for (int e = threadIdx.x; e < E; e += THREADS) {
         int total = 0, before = 0;
         for (int p = 0; p < P; ++p) {
-            int c = __ldcg(matrix + (i64)p * (HEADER_WORDS + P + E) + HEADER_WORDS + P + e);
+            int c = __ldcg(matrix + (i64)p * pitch + HEADER_WORDS + P + e);
             total += c;
             before += p < me ? c : 0;
         }
@@ -252,7 +254,9 @@ plan(const u64* __restrict__ peers, int* state, i64 timeout_ns, int me, int P, i
                 tokens_per_expert_L[i] = total < budget - start ? total : budget - start;
             }
         }
-        for (int x = threadIdx.x; x < P * (HEADER_WORDS + P + E); x += THREADS) matrix_PX[x] = __ldcg(matrix + x);
+        int words_X = HEADER_WORDS + P + E;
+        for (int x = threadIdx.x; x < P * words_X; x += THREADS)
+            matrix_PX[x] = __ldcg(matrix + (i64)(x / words_X) * pitch + x % words_X);
         if (threadIdx.x < 32) write_verdict(a, matrix, starts, all_rows, budgets, required_P, verdict, token_counts_P);
     }
     for (int e = threadIdx.x; e < E; e += THREADS) {

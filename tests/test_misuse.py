@@ -134,16 +134,18 @@ def test_a_layer_whose_input_is_bad_on_one_rank() -> None:
     assert "too hot" in own["refused"].message and "refused its input" in told["refused"].message
 
 
-def swapped(rank: int, world_size: int) -> Caught:
-    first, second = make(), make()
+def swapped(rank: int, world_size: int, mode: str, num_experts: int) -> Caught:
+    room = {"capacity_factor": 4.0} if mode == "static" else {}
+    first, second = make(mode, **room), make(mode, num_experts=num_experts, **room)
     caught = expect_error((first if rank == 0 else second).dispatch, *inputs())
     works(first)
     works(second)
     return caught
 
 
-def test_dispatchers_in_another_order() -> None:
-    same_everywhere(run_ranks(swapped, 2), "HandleError", "out of step", "rank 0", "rank 1")
+@pytest.mark.parametrize(("mode", "num_experts"), [("eager", 4), ("eager", 8), ("static", 8)])
+def test_dispatchers_in_another_order(mode: str, num_experts: int) -> None:
+    same_everywhere(run_ranks(swapped, 2, mode, num_experts), "HandleError", "out of step", "rank 0", "rank 1")
 
 
 def weighted_on_one_rank(rank: int, world_size: int) -> Caught:

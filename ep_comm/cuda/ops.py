@@ -148,7 +148,8 @@ def plan(
     kernels.launch(
         "plan.cu", "plan", defines, launch.blocks, warps * 32,
         (*window._common(), np.int64(layout.counts_offset), header, topk_idx_TK, topk_weights_TK,
-         num_tokens, top_k, num_experts, max_tokens, alignment, new(launch.blocks, ranks + num_experts),
+         num_tokens, top_k, num_experts, layout.message_pitch, max_tokens, alignment,
+         new(launch.blocks, ranks + num_experts),
          window.first_bad, np.int64(layout.rows_offset), np.int64(layout.weights_offset), *tables),
         shared_bytes=launch.shared_bytes,
     )  # fmt: skip

@@ -68,14 +68,19 @@ class WindowLayout:
         return self.ep_size * self.max_tokens * self.top_k
 
     @property
+    def message_pitch(self) -> int:
+        """int32 words from one rank's message to the next, for every layer that shares the window."""
+        return HEADER_WORDS + self.ep_size + self.num_experts
+
+    @property
     def counts_offset(self) -> int:
-        """int32 [2, ep_size, HEADER_WORDS + ep_size + num_experts]: messages of even and odd epochs."""
+        """int32 [2, ep_size, message_pitch]: messages of even and odd epochs."""
         return _CONTROL_BYTES
 
     @property
     def rows_offset(self) -> int:
         """int32 [ep_size, max_tokens, top_k]: the rows on which each rank's slots land here, or -1."""
-        counts = 2 * self.ep_size * (HEADER_WORDS + self.ep_size + self.num_experts) * 4
+        counts = 2 * self.ep_size * self.message_pitch * 4
         return round_up(self.counts_offset + counts, _ALIGNMENT)
 
     @property
