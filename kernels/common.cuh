@@ -30,7 +30,7 @@ typedef long long i64;
 // ---- state words of one rank (local memory, int32) ---------------------------------------------
 #define STATE_EPOCH 0      // operations this rank has finished on the window
 #define STATE_EXITS 1      // blocks of the running kernel that are done
-#define STATE_TICKET 2     // blocks of plan_count that are done
+#define STATE_TICKET 2     // blocks of the running plan that have counted
 #define STATE_ERROR 3      // 0, or the operation whose wait timed out first
 #define STATE_ERROR_PEER 4
 #define STATE_ERROR_EPOCH 5
