@@ -9,11 +9,16 @@ from .config import EPConfig, round_up
 from .errors import BudgetExceededError, ConfigError
 from .ledger import Demand
 
-__all__ = ["Limit", "StaticBudget", "bucket_rows"]
+__all__ = ["Limit", "StaticBudget", "bucket_rows", "check_saved_budget"]
 
 _STEPS_PER_OCTAVE = 8
 # A receive buffer is charged as FP32 rows: the rows themselves and about as much again for their gradient.
 _BYTES_PER_ELEMENT = 4
+# What a saved budget holds, and the least that each number can be.
+_SAVED = {
+    "budget_rows": 1, "pair_rows": 1, "start_rows": 1, "start_pair_rows": 1, "peak_rows": 0, "peak_pair_rows": 0,
+    "overflows": 0,
+}  # fmt: skip
 
 
 def bucket_rows(rows: int, alignment: int) -> int:
@@ -26,6 +31,25 @@ def bucket_rows(rows: int, alignment: int) -> int:
         return round_up(max(rows, 1), alignment)
     step = (1 << (rows.bit_length() - 1)) // _STEPS_PER_OCTAVE
     return round_up(round_up(rows, step), alignment)
+
+
+def check_saved_budget(state: Any, owner: str) -> None:
+    """Whether ``state`` is a saved budget, of whatever configuration.
+
+    Raises:
+        ConfigError: says what is wrong with it; ``owner`` is named.
+    """
+    if not isinstance(state, dict):
+        raise ConfigError(
+            f"{owner}: a saved budget must be a dictionary, as state_dict() returns it, got {type(state).__name__}"
+        )
+    missing = _SAVED.keys() - state.keys()
+    if missing:
+        raise ConfigError(f"{owner}: the saved budget lacks {', '.join(sorted(missing))}")
+    for key, least in _SAVED.items():
+        value = state[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{owner}: saved {key} must be an integer from {least} on, got {value!r}")
 
 
 @dataclass
@@ -80,7 +104,9 @@ class StaticBudget:
             # Requirements are multiples of the alignment, so rounding the ceiling down loses nothing.
             ceiling = min(ceiling, config.max_budget_rows // config.alignment * config.alignment)
         self._row_bytes = config.hidden_size * _BYTES_PER_ELEMENT
-        self.rows = Limit(config.initial_budget_rows(), ceiling, config.alignment)
+        # More than the worst case would be memory that no routing can use.
+        start = min(config.initial_budget_rows(), ceiling)
+        self.rows = Limit(start, ceiling, config.alignment)
         self.pairs = Limit(config.initial_pair_rows(ep_size), config.max_tokens_per_rank, 1)
         self.overflows = 0
 
@@ -125,22 +151,29 @@ class StaticBudget:
             "overflows": self.overflows,
         }
 
-    def load_state_dict(self, state: dict[str, Any], owner: str) -> None:
-        """Take over :meth:`state_dict`.
+    def check_state_dict(self, state: Any, owner: str) -> None:
+        """Look at what :meth:`load_state_dict` would take over; changes nothing.
 
         Raises:
-            ConfigError: a saved limit is above the ceiling in force; ``owner`` is named.
+            ConfigError: see there.
         """
-        missing = self.state_dict().keys() - state.keys()
-        if missing:
-            raise ConfigError(f"{owner}: the saved budget lacks {', '.join(sorted(missing))}")
+        check_saved_budget(state, owner)
         for key, limit in (("budget_rows", self.rows), ("pair_rows", self.pairs)):
             value = state[key]
-            if not isinstance(value, int) or not 0 < value <= limit.ceiling or value % limit.alignment:
+            if value > limit.ceiling or value % limit.alignment:
                 raise ConfigError(
                     f"{owner}: saved {key}={value!r} must be from 1 to the ceiling {limit.ceiling} and a multiple of "
                     f"{limit.alignment}"
                 )
+
+    def load_state_dict(self, state: dict[str, Any], owner: str) -> None:
+        """Take over :meth:`state_dict`. Where it is refused, nothing has changed.
+
+        Raises:
+            ConfigError: ``state`` is nothing that :meth:`state_dict` returned, or a saved limit is above the ceiling
+                in force; ``owner`` is named.
+        """
+        self.check_state_dict(state, owner)
         self.rows.rows, self.pairs.rows = state["budget_rows"], state["pair_rows"]
         self.rows.start, self.pairs.start = state["start_rows"], state["start_pair_rows"]
         self.rows.peak, self.pairs.peak = state["peak_rows"], state["peak_pair_rows"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .agreement import agree_on_dispatcher
 from .arguments import check_combine, check_dispatch
-from .budget import StaticBudget
+from .budget import StaticBudget, check_saved_budget
 from .config import EPConfig, round_up
 from .devices import group_device, to_host
 from .directions import Channel, Combine, Dispatch
@@ -385,13 +385,25 @@ class Dispatcher:
         return {} if self.budget is None else self.budget.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over budgets from :meth:`state_dict`.
+        """Take over budgets from :meth:`state_dict`. What was saved in the other mode changes nothing.
 
         Raises:
-            ConfigError: a saved budget is above the ceiling of this configuration.
+            ConfigError: ``state`` is nothing that :meth:`state_dict` returned, or a saved budget is above the ceiling
+                of this configuration. Then nothing has changed.
         """
+        self.check_state_dict(state)
         if state and self.budget is not None:
             self.budget.load_state_dict(state, f"rank {self.rank}: {self.name}")
+
+    def check_state_dict(self, state: Any, layer: str | None = None) -> None:
+        """Raise the ConfigError that :meth:`load_state_dict` would raise; changes nothing."""
+        owner = f"rank {self.rank}: {layer or self.name}"
+        if state == {}:
+            return
+        if self.budget is None:
+            check_saved_budget(state, owner)
+        else:
+            self.budget.check_state_dict(state, owner)
 
     def close(self) -> None:
         """Give back what the dispatcher owns. The process group stays the caller's. May be called twice."""

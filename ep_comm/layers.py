@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .budget import check_saved_budget
 from .devices import free_memory, group_device
 from .dispatcher import Dispatcher
-from .errors import BudgetExceededError, EPError
+from .errors import BudgetExceededError, ConfigError, EPError
 from .ledger import Demand, StepLedger, Verdict
 from .naming import named_dispatchers
 
@@ -87,9 +88,26 @@ class StaticLayers:
         return {**self._pending, **{self.name(dispatcher): dispatcher.state_dict() for dispatcher in self._seen}}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over :meth:`state_dict`. Layers not found in the model get their budget when they are met."""
+        """Take over :meth:`state_dict`. Layers not found in the model get their budget when they are met.
+
+        Raises:
+            ConfigError: an entry is no saved budget, or one that its layer's configuration does not allow. Then nothing
+                has changed.
+        """
+        dispatchers = [*named_dispatchers(self._model).values(), *self._seen]
+        by_name = {self.name(dispatcher): dispatcher for dispatcher in dispatchers}
+        rank = dist.get_rank(self._group) if self._group is not None else 0
+        if not isinstance(state, dict):
+            raise ConfigError(f"rank {rank}: layers must be a dictionary of saved budgets, got {type(state).__name__}")
+        for name, saved in state.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"rank {rank}: the names of saved layers must be strings, got {name!r}")
+            if name in by_name:
+                by_name[name].check_state_dict(saved, name)
+            elif saved != {}:
+                check_saved_budget(saved, f"rank {rank}: {name}")
         self._pending = dict(state)
-        for dispatcher in (*named_dispatchers(self._model).values(), *self._seen):
+        for dispatcher in dispatchers:
             self._adopt(dispatcher)
 
     def name(self, dispatcher: Dispatcher) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ep_comm import ConfigError, Dispatcher, EPConfig
+from ep_comm import ConfigError, Dispatcher, EPConfig, naming
 from ep_comm.budget import Limit, StaticBudget, bucket_rows
 from ep_comm.config import round_up
+from ep_comm.layers import StaticLayers
 from ep_comm.ledger import Demand
 
 
@@ -53,6 +55,52 @@ def test_saved_budget_above_the_ceiling_is_refused() -> None:
     small = StaticBudget(config(budget_rows=16, max_budget_rows=32), ep_size=2)
     with pytest.raises(ConfigError, match=r"layer 3: saved budget_rows=160.*32"):
         small.load_state_dict(big, "layer 3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (None, "must be a dictionary.*NoneType"),
+        (3, "must be a dictionary.*int"),
+        ({"peak_rows": ...}, "lacks peak_rows"),
+        ({"budget_rows": "16"}, "budget_rows must be an integer from 1.*'16'"),
+        ({"budget_rows": 17}, "budget_rows=17.*multiple of 16"),
+        ({"pair_rows": True}, "pair_rows must be an integer from 1.*True"),
+        ({"start_rows": 0}, "start_rows must be an integer from 1.*0"),
+        ({"start_pair_rows": 2.0}, "start_pair_rows"),
+        ({"peak_rows": -1}, "peak_rows must be an integer from 0.*-1"),
+        ({"peak_pair_rows": None}, "peak_pair_rows"),
+        ({"overflows": []}, "overflows"),
+    ],
+)
+def test_saved_budgets_are_looked_at(changes: object, named: str) -> None:
+    model = torch.nn.Module()
+    with Dispatcher(config(budget_rows=16)) as dispatcher, Dispatcher(config(mode="eager")) as eager:
+        model.known = torch.nn.Module()
+        model.known.dispatcher = dispatcher
+        layers, good = StaticLayers(model, None, 0.0), dispatcher.state_dict()
+        bad = changes
+        if isinstance(changes, dict):
+            bad = {key: value for key, value in (good | changes).items() if value is not ...}
+        with pytest.raises(ConfigError, match=f"rank 0: dispatcher.*{named}"):
+            dispatcher.load_state_dict(bad)
+        if "multiple" not in named:
+            with pytest.raises(ConfigError, match=named):
+                eager.load_state_dict(bad)
+            with pytest.raises(ConfigError, match=f"rank 0: other: .*{named}"):
+                layers.load_state_dict({"known": good | {"budget_rows": 32}, "other": bad})
+        with pytest.raises(ConfigError, match=named):
+            layers.load_state_dict({name: bad for name in naming.named_dispatchers(model)})
+        assert dispatcher.state_dict() == good
+        dispatcher.load_state_dict({})
+        layers.load_state_dict({"other": good})
+        assert layers.state_dict() == {"other": good}
+
+
+def test_a_budget_starts_no_higher_than_the_worst_case() -> None:
+    small = config(num_experts=4, max_tokens_per_rank=128, budget_rows=4096)
+    assert StaticBudget(small, ep_size=1).rows.rows == small.worst_case_rows(1) == 304
+    assert StaticBudget(small, ep_size=2).rows.rows == small.worst_case_rows(2) == 528
 
 
 def test_initial_budgets() -> None:
