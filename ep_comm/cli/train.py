@@ -106,7 +106,9 @@ def train(
     trace: Annotated[
         OptPath, option("--trace", "Write the routing of every step here, one file a rank.", _OUTPUT)
     ] = None,
-    json: Annotated[OptPath, option("--json", "Write the final report for programs.", _OUTPUT)] = None,
+    json: Annotated[
+        OptPath, option("--json", "Write the final report for programs; - is standard output.", _OUTPUT)
+    ] = None,
     save: Annotated[OptPath, option("--save", "Folder for checkpoints.", _OUTPUT)] = None,
     save_every: Annotated[
         int, option("--save-every", "Steps between checkpoints.", _OUTPUT, show_default="only at the end")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import ConfigError
 from ..tables import print_table
 from ..tune.budgets import BudgetFile
 from .gradients import is_expert
@@ -86,8 +87,19 @@ def print_report(console: Console, facts: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
-    """Write the facts for programs to read."""
-    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    """Write the facts for programs to read; ``-`` is standard output.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(facts, indent=1) + "\n"
+    if str(path) == "-":
+        print(text, end="")
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _summary(facts: dict[str, Any]) -> Table:

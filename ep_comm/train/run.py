@@ -27,7 +27,8 @@ def train(options: TrainOptions, env: Env) -> None:
     """
     options.check_world_size(env.world_size)
     _make_reproducible(env)
-    console = Console(highlight=False) if env.rank == 0 else None
+    to_stdout = options.json is not None and str(options.json) == "-"
+    console = Console(highlight=False, stderr=to_stdout) if env.rank == 0 else None
     corpus = load_corpus(options.data, options.sequence_length, options.seed, options.max_bytes)
     run = Trainer(options, env, corpus)
     if options.resume is not None:

@@ -72,10 +72,10 @@ def test_resuming_in_a_new_process_gives_the_same_bits(finished: tuple[Path, str
     folder, _ = finished
     done = run_program(
         "train", "--ranks", 2, *TINY_FLAGS, "--steps", 4, "--alignment", 1, "--max-bytes", 100_000,
-        "--resume", folder / "run" / "step_000002", "--save", tmp_path,
+        "--resume", folder / "run" / "step_000002", "--save", tmp_path, "--json", "-",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "resumed at step 2" in done.stdout
+    assert "resumed at step 2" in done.stderr and json.loads(done.stdout)["resumed_at"] == 2
     for rank in range(2):
         whole, resumed = (
             torch.load(path / "step_000004" / f"rank_{rank}.pt", weights_only=True)
