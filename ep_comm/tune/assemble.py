@@ -67,12 +67,18 @@ def survey(files: TraceFiles, reading: Callable[[ProblemLog], Reading]) -> Surve
             tokens = max(tokens, record.num_tokens)
             has_tokens = has_tokens and record.idx_TK is not None
     if not layers:
-        raise TuneError(
-            f"no valid record in {', '.join(str(path) for path, _ in files.files[:3])}: {state.log.summary()}"
-        )
+        raise no_record(files, state.log)
     if ALL_RANKS in ranks and len(ranks) > 1:
         raise ConfigError("counts summed over ranks cannot be mixed with records of single ranks")
     return Survey(sorted(layers), ranks, tokens, state.largest_id, state.top_k or 0, state.has_steps, has_tokens)
+
+
+def no_record(files: TraceFiles, log: ProblemLog) -> TuneError:
+    """The error for a trace without a single valid record; ``log`` says what was found instead."""
+    named = ", ".join(str(path) for path, _ in files.files[:3]) + (", ..." if len(files.files) > 3 else "")
+    if not log.problems:
+        return TuneError(f"no valid record in {named}: nothing is in there")
+    return TuneError(f"no valid record in {named}: {log.summary()}; the first: {log.problems[0].examples[0]}")
 
 
 def assemble(

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..errors import ConfigError
 from ..tables import print_table
-from .assemble import assemble, record_counts, survey
+from .assemble import assemble, no_record, record_counts, survey
 from .pieces import token_counts
 from .problems import ProblemLog
 from .readers.files import TraceFiles, find_files
@@ -62,7 +62,8 @@ def read_contents(
     """Read a trace once for its contents, and once more for the demand of its steps.
 
     Raises:
-        ConfigError, TuneError: an option is out of range, or the trace cannot be used at all.
+        ConfigError, TuneError: an option is out of range, or the trace cannot be used at all: there is not one valid
+            record, say.
     """
     if experts is not None:
         Target(1, num_experts=experts)
@@ -90,6 +91,8 @@ def read_contents(
         else:
             load += token_counts(record.idx_TK, load.size)
             contents.empty_slots += int((record.idx_TK < 0).sum())
+    if not contents.records:
+        raise no_record(files, contents.log)
     contents.top_k = state.top_k
     _add_sample(contents, ep_size, experts, keep, columns)
     return contents
