@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
+from .extras import install_hint
 from .failure import stop_watching, watch
 from .gloo import let_gloo_finish
 from .launch import end_with_launcher
@@ -254,7 +255,7 @@ def _store_through_mpi(info: LaunchInfo, timeout: timedelta) -> tuple[dist.Store
         raise ConfigError(
             f"started by {info.launcher} (rank {info.rank} of {info.world_size}) without MASTER_ADDR and "
             f"MASTER_PORT, and mpi4py cannot be imported ({error}). Install it with "
-            "pip install 'ep-comm[mpi]', or pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>"
+            f"{install_hint('mpi')}, or pass -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<free port>"
         ) from error
     comm = MPI.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (info.rank, info.world_size):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ep_comm.errors import ConfigError
+from ep_comm.extras import install_hint
 from ep_comm.launch import launch_ranks
 from ep_comm.launchers import LaunchInfo, detect_launcher, expand_first_host
 
@@ -202,13 +203,13 @@ def test_mpi_without_mpi4py_names_the_extra() -> None:
     hide = "import sys; sys.modules['mpi4py'] = None\n"
     process = start(hide + "import ep_comm; ep_comm.init_distributed(timeout=5)", **OPENMPI)
     _, errors = process.communicate(timeout=100)
-    assert process.returncode == 1 and "pip install 'ep-comm[mpi]'" in errors
+    assert process.returncode == 1 and install_hint("mpi") in errors
 
 
 @pytest.mark.skipif(
     shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])) is None
     or find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: pip install 'ep-comm[mpi]'",
+    reason=f"needs mpirun and mpi4py: {install_hint('mpi')}",
 )
 def test_mpirun_ranks_meet_through_mpi() -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..devices import to_host
 from ..dispatcher import Dispatched, Dispatcher
 from ..errors import ConfigError, RoutingError
+from ..extras import install_hint
 from .lazy import LazyDispatcher
 from .megatron_config import read_settings
 from .megatron_state import MegatronStepState
@@ -39,7 +40,7 @@ __all__ = ["EPTokenDispatcher", "MegatronStepState", "use"]
 MIN_VERSION = "0.16.1"
 """The oldest release that was tested."""
 
-_HINT = "pip install 'ep-comm[megatron]'"
+_HINT = install_hint("megatron")
 _dispatchers = require("megatron-core", MIN_VERSION, "megatron.core.transformer.moe.token_dispatcher", hint=_HINT)
 _layers = require("megatron-core", MIN_VERSION, "megatron.core.transformer.moe.moe_layer", hint=_HINT)
 _utils = require("megatron-core", MIN_VERSION, "megatron.core.transformer.moe.moe_utils", hint=_HINT)

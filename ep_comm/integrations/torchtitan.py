@@ -27,6 +27,7 @@ from .. import operators
 from ..config import EPConfig
 from ..dispatcher import DispatchHandle
 from ..errors import ConfigError
+from ..extras import install_hint
 from .lazy import LazyDispatcher
 from .optional import require
 
@@ -35,7 +36,7 @@ __all__ = ["EPCommTokenDispatcher", "token_dispatcher"]
 MIN_VERSION = "0.3.0"
 """The first release whose dispatchers take tokens as ``[T, D]`` and whose configurations can be overridden."""
 
-_HINT = "pip install 'ep-comm[torchtitan]'"
+_HINT = install_hint("torchtitan")
 _config = require("torchtitan", MIN_VERSION, "torchtitan.config", hint=_HINT)
 _checkpointing = require("torchtitan", MIN_VERSION, "torchtitan.distributed.activation_checkpoint", hint=_HINT)
 _titan = require("torchtitan", MIN_VERSION, "torchtitan.models.common.token_dispatcher", hint=_HINT)

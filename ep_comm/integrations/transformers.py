@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ..config import EPConfig
 from ..errors import ConfigError
+from ..extras import install_hint
 from .lazy import LazyDispatcher
 from .optional import require
 from .rows import local_expert_ids
@@ -49,7 +50,7 @@ _hf = require(
     "transformers",
     MIN_VERSION,
     "transformers.distributed.expert_parallel",
-    hint="pip install 'ep-comm[transformers]'",
+    hint=install_hint("transformers"),
 )
 
 _FROM_MODEL = ("num_experts", "top_k", "hidden_size", "mode", "recv_format")

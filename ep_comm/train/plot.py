@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import EPError
+from ..extras import install_hint
 from .loop import History
 
 __all__ = ["PlotError", "plot_run"]
@@ -29,7 +30,7 @@ def plot_run(path: Path, history: History, validation_loss: float | None, title:
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise PlotError("--plot needs matplotlib: pip install 'ep-comm[plot]'") from error
+        raise PlotError(f"--plot needs matplotlib: {install_hint('plot')}") from error
     layers = len(history.required[0]) if history.required else 0
     figure, axes = plt.subplots(
         1 + layers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ..errors import ConfigError
+from ..extras import install_hint
 
 __all__ = ["pyplot", "scipy_stats"]
 
@@ -14,7 +15,7 @@ def scipy_stats() -> ModuleType:
     try:
         from scipy import stats
     except ImportError:
-        raise ConfigError("tuning needs scipy: install the extra, pip install 'ep-comm[tune]'") from None
+        raise ConfigError(f"tuning needs scipy: {install_hint('tune')}") from None
     return stats
 
 
@@ -26,5 +27,5 @@ def pyplot() -> ModuleType:
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
     except ImportError:
-        raise ConfigError("plots need matplotlib: install the extra, pip install 'ep-comm[tune]'") from None
+        raise ConfigError(f"plots need matplotlib: {install_hint('tune')}") from None
     return plt

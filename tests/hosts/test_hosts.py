@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ep_comm.distributed import init_distributed
+from ep_comm.extras import install_hint
 from ep_comm.train.data import load_corpus
 from ep_comm.train.loop import Trainer
 from ep_comm.train.options import TrainOptions
@@ -47,7 +48,7 @@ MPI = _MPIRUN is not None and " " not in _MPIRUN and importlib.util.find_spec("m
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "hosts can be made")]
 needs_mpi = pytest.mark.skipif(
-    not MPI, reason="needs mpi4py, and mpirun in a folder without spaces: pip install 'ep-comm[mpi]'"
+    not MPI, reason=f"needs mpi4py, and mpirun in a folder without spaces: {install_hint('mpi')}"
 )
 
 

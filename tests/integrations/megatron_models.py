@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_comm.extras import install_hint
+
 EXPERTS, TOP_K, HIDDEN, SEQUENCE, BATCH = 4, 2, 32, 8, 2
 
 
@@ -21,7 +23,7 @@ def missing() -> str:
     try:
         metadata.version("megatron-core")  # not imported here: that takes seconds
     except metadata.PackageNotFoundError:
-        return "needs megatron-core >= 0.16.1: pip install 'ep-comm[megatron]'"
+        return f"needs megatron-core >= 0.16.1: {install_hint('megatron')}"
     return ""
 
 

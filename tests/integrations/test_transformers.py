@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_comm.extras import install_hint
 from tests.harness import run_ranks
 from tests.integrations import hf_models
 
@@ -23,7 +24,7 @@ def _missing() -> str:
     """Why these tests cannot run here; empty if they can."""
     for name in ("transformers", "accelerate"):
         if importlib.util.find_spec(name) is None:
-            return f"needs {name}: pip install 'ep-comm[transformers]'"
+            return f"needs {name}: {install_hint('transformers')}"
     try:
         import ep_comm.integrations.transformers  # noqa: F401
     except ImportError as error:

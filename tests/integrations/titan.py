@@ -9,13 +9,15 @@ import importlib.util
 import sys
 from unittest import mock
 
+from ep_comm.extras import install_hint
+
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def missing() -> str:
     """Why torchtitan cannot be used in this process; empty if it can."""
     if importlib.util.find_spec("torchtitan") is None:
-        return "needs torchtitan >= 0.3.0: pip install 'ep-comm[torchtitan]'"
+        return f"needs torchtitan >= 0.3.0: {install_hint('torchtitan')}"
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_KERNELS, mock.MagicMock())
     try:

@@ -296,6 +296,13 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contents["steps"] == 600 and contents["ranks"] == [0, 1] and len(contents["expert_load"]["2"]) == 8
     assert sum(contents["expert_load"]["0"]) == 600 * 2 * 512 * 2
     assert run_cli(["trace", str(CORPORA), "--column", "model=mistral"]) == 0
+    capsys.readouterr()
+    for content, reason in (("", "nothing is in there"), ("no record\n" * 3, "not a JSON record")):
+        (tmp_path / "bad.jsonl").write_text(content)
+        assert run_cli(["trace", str(tmp_path / "bad.jsonl")]) == 1
+        output = capsys.readouterr()
+        assert output.out == "" and len(output.err.splitlines()) == 1
+        assert "no valid record in" in output.err and reason in output.err
 
 
 @pytest.mark.parametrize(
@@ -325,7 +332,7 @@ def test_missing_extra_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(__import__("sys").modules, "scipy", None)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     for function in (optional.scipy_stats, optional.pyplot):
-        with pytest.raises(ConfigError, match=r"pip install 'ep-comm\[tune\]'"):
+        with pytest.raises(ConfigError, match=r"pip install -e '\.\[tune\]'"):
             function()
 
 
