@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from .ledger import StepLedger, Verdict
 
-__all__ = ["LaunchedStep", "copied"]
+__all__ = ["LaunchedStep", "copied", "detached"]
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,23 @@ class LaunchedStep:
 
 
 def copied(tree: Any) -> Any:
-    """The same structure with copies of its tensors."""
+    """The same structure with copies of its tensors and NumPy arrays.
+
+    Tensors that require a gradient stay themselves, because the gradient belongs to them.
+    """
+    return tree_map(_copied_leaf, tree)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        if leaf.requires_grad:
+            return leaf
+        if leaf.device.type == "cpu" and torch.cuda.is_available() and leaf.is_pinned():
+            return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+        return leaf.detach().clone()
+    return leaf.copy() if type(leaf).__module__ == "numpy" and hasattr(leaf, "copy") else leaf
+
+
+def detached(tree: Any) -> Any:
+    """The same structure with copies of its tensors that no gradient flows to."""
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .attempt import LaunchedStep, copied
+from .attempt import LaunchedStep, copied, detached
 from .deferred import Latch
 from .errors import EPError
 from .ledger import StepLedger
-from .optimizers import optimizers_can_be_captured, optimizers_can_skip, step_unless
+from .optimizers import OptimizerSettings, optimizers_can_be_captured, optimizers_can_skip, step_unless
 from .unblock import on_break
 
 __all__ = ["CapturedStep", "GraphCache", "release_graphs"]
@@ -71,7 +71,9 @@ class CapturedStep:
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
-        return LaunchedStep.of(kept, copied(self.result), self.ledger, self.words, captured=True, updated=self.updates)
+        return LaunchedStep.of(
+            kept, detached(self.result), self.ledger, self.words, captured=True, updated=self.updates
+        )
 
 
 class GraphCache:
@@ -166,10 +168,15 @@ class GraphCache:
                 return None
             for dispatcher in ledger.dispatchers:
                 dispatcher.prepare_capture()
+            settings = OptimizerSettings(self._optimizers)
             try:
                 captured = self._capture(batch, group, updates)
             except Exception as error:
                 return self._give_up(error)
+            if settings.forget_later_state():
+                # Some parameter has its first gradient in this step: its state would be made anew in every launch.
+                captured.graph.reset()
+                return None
             self._graphs[key] = captured
             if len(self._graphs) > self._max_graphs:
                 torch.cuda.synchronize()  # it may have been launched and not finished

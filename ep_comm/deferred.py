@@ -10,6 +10,7 @@ optimizers, which a scheduler may have changed since.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,15 @@ from .errors import ArgumentError, EPError
 from .optimizers import OptimizerSettings
 from .snapshot import SavedState
 
-__all__ = ["LAG", "SETTLED_FIRST", "Latch", "PendingStep", "refuse_gradients", "refuse_state_dict"]
+__all__ = ["LAG", "SETTLED_FIRST", "Latch", "PendingStep", "Refusal", "check_batch"]
 
 LAG = 2
 """Launched steps whose verdict may be open. With two, the GPU has one step in front of it while the host waits."""
 
 SETTLED_FIRST = 2
-"""Steps of a runner that are checked at once: optimizers make their state in the first step, and SGD's momentum is
-garbage after a first step that was skipped."""
+"""Steps of a runner that are checked at once: in the first one optimizers make their state."""
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 class Latch:
@@ -78,46 +80,77 @@ class PendingStep:
     before: SavedState
     settings: OptimizerSettings
 
-    def deliver(self, result: Any) -> None:
-        """Put the right values into the result that the caller was given."""
-        given, right = tree_flatten(self.launched.result)[0], tree_flatten(result)[0]
-        for old, new in zip(given, right, strict=True):
-            if isinstance(old, Tensor):
-                with torch.no_grad():
-                    old.copy_(new)
+    @torch.no_grad()
+    def deliver(self, result: Any) -> str | None:
+        """Put the right values into the result that the caller was given.
+
+        Returns:
+            What cannot be put right, or None.
+        """
+        (given, spec), (right, other) = tree_flatten(self.launched.result), tree_flatten(result)
+        if spec != other:
+            return "the result has another structure"
+        for number, (old, new) in enumerate(zip(given, right, strict=True)):
+            if not isinstance(old, Tensor):
+                continue
+            if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+                return f"tensor {number} of the result has another shape or dtype"
+            old.copy_(new)
+        return None
 
 
-def refuse_gradients(batch: Any) -> None:
-    """A batch that wants gradients cannot be run again later: they may have been used by then.
+def check_batch(batch: Any) -> None:
+    """A step must be able to run again later, on the same batch.
 
     Raises:
-        ArgumentError: a tensor of the batch requires a gradient.
+        ArgumentError: a tensor of the batch requires a gradient, or something in it cannot be kept.
     """
     for number, leaf in enumerate(tree_flatten(batch)[0]):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                raise ArgumentError(
+                    f"batch: tensor {number} of it, of shape {list(leaf.shape)}, requires a gradient, which "
+                    f"check='deferred' cannot give; use check='every_step', or detach it"
+                )
+        elif not isinstance(leaf, _IMMUTABLE) and type(leaf).__module__ != "numpy":
             raise ArgumentError(
-                f"batch: tensor {number} of it, of shape {list(leaf.shape)}, requires a gradient, which "
-                f"check='deferred' cannot give; use check='every_step', or detach it"
+                f"batch: entry {number} of it is of type {type(leaf).__name__}, which check='deferred' cannot keep for "
+                f"running the step again; make it of tensors, NumPy arrays, plain values and containers"
             )
 
 
-def refuse_state_dict(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], num_pending: Callable[[], int]
-) -> None:
-    """Make ``state_dict()`` of model and optimizers an error while verdicts are open.
+class Refusal:
+    """A hook that makes reading or loading states an error while verdicts are open.
 
     An error rather than a flush: it may be called on one rank only, and a step can only be replayed on all.
     """
 
-    def refuse(*_: Any) -> None:
-        count = num_pending()
+    def __init__(self, num_pending: Callable[[], int]) -> None:
+        self._num_pending = num_pending
+
+    def __call__(self, *_: Any) -> None:
+        count = self._num_pending()
         if count:
             raise EPError(
-                f"state_dict() while the verdicts of {count} steps are open (check='deferred'): call flush() of the "
-                f"StepRunner on every rank first"
+                f"state_dict() or load_state_dict() while the verdicts of {count} steps are open (check='deferred'): "
+                f"call flush() of the StepRunner on every rank first"
             )
 
-    for module in model.modules():  # of a wrapped model only the inner one may be saved
-        module.register_state_dict_pre_hook(refuse)
-    for optimizer in optimizers:
-        optimizer.register_state_dict_pre_hook(refuse)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A saved model carries its hooks: there they do nothing.
+        return (Refusal, (int,))
+
+    def register(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+        """Put it in front of everything that reads or loads states of these.
+
+        Returns:
+            The handles to take it away with.
+        """
+        handles = []
+        for module in model.modules():  # of a wrapped model only the inner one may be saved
+            handles.append(module.register_state_dict_pre_hook(self))
+            handles.append(module.register_load_state_dict_pre_hook(self))
+        for optimizer in optimizers:
+            handles.append(optimizer.register_state_dict_pre_hook(self))
+            handles.append(optimizer.register_load_state_dict_pre_hook(self))
+        return handles

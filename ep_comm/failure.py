@@ -18,13 +18,14 @@ group's timeout, and a rank that is killed shows as a broken connection without 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -33,12 +34,13 @@ from .errors import ConfigError, EPError, PeerLostError
 from .unblock import break_connections
 from .watcher import Record, Watcher
 
-__all__ = ["failing_fast", "stop_watching", "watch"]
+__all__ = ["FailureCount", "failing_fast", "stop_watching", "watch"]
 
 log = logging.getLogger("ep_comm")
 
 _GRACE_SECONDS = 3.0
 _LAST_RESORT_SECONDS = 15.0
+_SHARED_SECONDS = 6.0  # longer than a rank needs to end with another's failure
 # What gloo and NCCL really print: a user's own error may well mention them.
 _BACKEND_WORDS = ("gloo/transport/", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer")
 
@@ -122,6 +124,56 @@ def failing_fast(
             raise _lost(watcher, scope.broken, None)
     finally:
         _leave(watcher, scope)
+
+
+class FailureCount:
+    """Tells a failure that all ranks of a group had from one that a single rank had.
+
+    A rank that has caught its own exception would go on one step behind the others, which never noticed: they were
+    past the last collective of the step. So it goes on only once all have counted the same failure; otherwise it
+    raises, and as its failure still stands, the others end with it.
+
+    Args:
+        group: its ranks have to fail together; None means one process.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._key = f"ep_comm/failures/{next(self._numbers)}"
+        self._count = 0
+        self._waiting: str | None = None
+
+    def note(self, step: int) -> None:
+        """This rank has failed in ``step``."""
+        if self._group is None or dist.get_world_size(self._group) == 1 or watch() is None:
+            return
+        self._count += 1
+        self._waiting = f"{self._key}/{self._group.group_name}/{self._count}/{step}"
+        with suppress(RuntimeError):  # the store is gone: the job ends anyway
+            dist.distributed_c10d._get_default_store().add(self._waiting, 1)
+
+    def check(self, step: int) -> None:
+        """Before going on: wait until the others have failed in ``step`` as well.
+
+        Raises:
+            EPError: they have not.
+        """
+        key, self._waiting = self._waiting, None
+        if key is None:
+            return
+        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _SHARED_SECONDS
+        with suppress(RuntimeError):
+            while time.monotonic() < deadline:
+                if store.add(key, 0) >= dist.get_world_size(self._group):
+                    return
+                time.sleep(0.02)
+        raise EPError(
+            f"rank {dist.get_rank(self._group)}: step {step} failed on this rank, but not on all: the others are "
+            f"ahead, and training cannot go on. What may fail on one rank only belongs in front of the step's last "
+            f"collective"
+        )
 
 
 def watch() -> Watcher | None:

@@ -26,7 +26,7 @@ from .status import HEADER_WORDS, Word
 if TYPE_CHECKING:
     from .dispatcher import Dispatcher
 
-__all__ = ["Demand", "DispatchRecord", "StepLedger", "Verdict", "current_ledger", "note_dispatch"]
+__all__ = ["AgreeingGroup", "Demand", "DispatchRecord", "StepLedger", "Verdict", "current_ledger", "note_dispatch"]
 
 _FAULT_WORDS = HEADER_WORDS - Word.FAULT
 
@@ -211,6 +211,46 @@ def _agreed(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return flags
+
+
+class AgreeingGroup:
+    """Over which group the verdicts of a step have to be reduced, if over any.
+
+    The ranks settle it together with the first ledger: one of them may have a dispatcher of a smaller group, or none.
+
+    Args:
+        group: all ranks that train together, or None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._reduces: bool | None = None
+
+    @property
+    def settled(self) -> dist.ProcessGroup | None:
+        """The group; None where the ranks agree without it, or have not settled it yet."""
+        return self._group if self._reduces else None
+
+    def group_of(self, ledger: StepLedger) -> dist.ProcessGroup | None:
+        """The group for the verdict of ``ledger``. Collective the first time.
+
+        Raises:
+            EPError: a dispatcher of a smaller group appeared later, of which the other ranks cannot know.
+        """
+        if self._group is None:
+            return None
+        world = dist.get_world_size(self._group)
+        needed = not ledger.dispatchers or any(dispatcher.ep_size != world for dispatcher in ledger.dispatchers)
+        if self._reduces is None:
+            flag = torch.tensor(int(needed), dtype=torch.int32, device=group_device(self._group))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+            self._reduces = bool(flag)
+        if needed and not self._reduces:
+            raise EPError(
+                f"rank {dist.get_rank(self._group)}: step_fn used a dispatcher of a smaller group, or none, for the "
+                f"first time after other steps: use it in the first step of the StepRunner as well"
+            )
+        return self.settled
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

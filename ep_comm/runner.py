@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_flatten
 
 from .attempt import LaunchedStep, copied
 from .capture import CapturedStep, GraphCache
-from .deferred import LAG, SETTLED_FIRST, Latch, PendingStep, refuse_gradients, refuse_state_dict
+from .deferred import LAG, SETTLED_FIRST, Latch, PendingStep, Refusal, check_batch
 from .errors import ConfigError, EPError
-from .failure import failing_fast
+from .failure import FailureCount, failing_fast
 from .layers import LayerBudget, StaticLayers
-from .ledger import StepLedger, Verdict, current_ledger
-from .optimizers import OptimizerSettings, optimizers_can_skip, step_unless
+from .ledger import AgreeingGroup, StepLedger, Verdict
+from .optimizers import OptimizerSettings, as_optimizers, optimizers_can_skip, step_unless
 from .snapshot import SavedState, StateSnapshot, rng_state, set_rng_state
 
 __all__ = ["LayerBudget", "StepRunner"]
@@ -43,8 +43,8 @@ class StepRunner:
     ``step_fn(batch)`` does forward, backward and whatever reduces or clips gradients. The runner zeroes the
     gradients before it and calls ``optimizer.step()`` after it, once the ranks have agreed that nothing
     overflowed. Otherwise gradients, module buffers, random number generators and ``extra_state`` go back to
-    what they were and ``step_fn`` runs again on the same batch. ``step_fn`` must therefore not change anything
-    else that matters, and must not call ``optimizer.step()``.
+    what they were and ``step_fn`` runs again on the same batch: it gets a copy of the batch each time, and may change
+    it. It must not change anything else that matters, and must not call ``optimizer.step()``.
 
     Args:
         step_fn: called with the batch; its result is returned to the caller.
@@ -94,7 +94,7 @@ class StepRunner:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self._step_fn = step_fn
-        self._optimizers = _as_optimizers(optimizer)
+        self._optimizers = as_optimizers(optimizer)
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
         stepped = [p for o in self._optimizers for settings in o.param_groups for p in settings["params"]]
         self._snapshot = StateSnapshot(model, stepped, extra_state)
@@ -110,9 +110,14 @@ class StepRunner:
                 step_fn, self._optimizers, self._zero_grad, self._latch, required=capture == "always"
             )
         self._latest: StepLedger | None = None
+        self._model = model
+        self._agreement = AgreeingGroup(self._group)
+        self._failures = FailureCount(self._group)
         if self._deferred:
             runner = ref(self)
-            refuse_state_dict(model, self._optimizers, lambda: _open_verdicts(runner()))
+            for handle in Refusal(lambda: _open_verdicts(runner())).register(model, self._optimizers):
+                finalize(self, handle.remove)
+            _deferring.add(self)
         self.steps = 0
         """Committed steps."""
         self.replays = 0
@@ -130,15 +135,23 @@ class StepRunner:
         Raises:
             BudgetExceededError: routing needs more rows than the ceiling, or than free memory, allows.
             RoutingError: ``topk_idx`` held ids out of range.
-            ArgumentError: ``check="deferred"`` and a tensor of the batch requires a gradient.
+            ArgumentError: ``check="deferred"``, and the batch cannot be kept (a tensor that requires a gradient, an
+                object that is neither a tensor nor a plain value).
+            EPError: another runner of this model has open verdicts; or after a step that failed on this rank alone,
+                so that it has fallen behind the others.
             Exception: whatever ``step_fn`` raised.
             PeerLostError: ``step_fn`` raised on another rank, or a rank was lost; see :func:`ep_comm.failing_fast`.
 
             In every case model, optimizer, random number generators and extra state are as before the step. With
             ``check="deferred"`` the error may be that of an earlier step; that step and all behind it are then undone.
         """
+        self._failures.check(self.steps)
         with self._being_busy():
-            return self._run_ahead(batch) if self._deferred else self._run(batch)
+            try:
+                return self._run_ahead(batch) if self._deferred else self._run(batch)
+            except Exception:
+                self._failures.note(self.steps)
+                raise
 
     def flush(self) -> None:
         """Wait for all open verdicts and replay what does not fit. Call it on all ranks, after the same step, before
@@ -183,8 +196,8 @@ class StepRunner:
         if not isinstance(state, dict) or not {"steps", "replays", "layers"} <= state.keys():
             raise ConfigError("state must be what StepRunner.state_dict() returned, with steps, replays and layers")
         counts = state["steps"], state["replays"]
-        if not all(isinstance(count, int) for count in counts) or not isinstance(state["layers"], dict):
-            raise ConfigError("state must hold whole numbers of steps and replays, and a dictionary of layers")
+        if not all(isinstance(count, int) and count >= 0 for count in counts) or not isinstance(state["layers"], dict):
+            raise ConfigError("state must hold numbers of steps and replays from 0 on, and a dictionary of layers")
         self.flush()
         self._layers.load_state_dict(state["layers"])
         self.steps, self.replays = state["steps"], state["replays"]
@@ -295,20 +308,38 @@ class StepRunner:
         self._pending.clear()
         rng = rng_state()
         with self._undoing(first.before):
+            first.settings.forget_later_state()
             self._layers.raise_failure(verdict)
             with first.settings.in_force(), failing_fast(f"step {self.steps}", group=self._group):
                 replayed, verdict = self._replay(first.launched.batch, verdict, first.before)
                 self._commit(replayed, verdict)
-        first.deliver(replayed.result)
+        results = [replayed.result]
         for step in behind:
             set_rng_state(step.before.rng)
             with step.settings.in_force():
-                step.deliver(self._run(step.launched.batch))
+                results.append(self._run(step.launched.batch))
         set_rng_state(rng)
+        # Only now: the steps are done whatever becomes of their results.
+        wrong = [
+            f"step {self.steps - len(results) + number}: {problem}"
+            for number, (step, result) in enumerate(zip((first, *behind), results, strict=True))
+            if (problem := step.deliver(result)) is not None
+        ]
+        if wrong:
+            raise EPError(
+                f"after a replay the result of step_fn cannot be put right in place ({'; '.join(wrong)}); the steps "
+                f"are committed. With check='deferred' return tensors whose shapes do not depend on the routing"
+            )
 
     @contextmanager
     def _being_busy(self) -> Iterator[None]:
         """Our own reading of states is not the caller's."""
+        for other in list(_deferring):
+            if other is not self and other.pending and other._model is self._model:
+                raise EPError(
+                    f"another StepRunner of this model has {other.pending} open verdicts (check='deferred'), and may "
+                    f"have to turn back: call its flush() on every rank first"
+                )
         self._busy, outer = True, self._busy
         try:
             yield
@@ -321,26 +352,26 @@ class StepRunner:
         """The graph for this batch, if there is or should be one."""
         if self._graphs is None:
             return None
-        return self._graphs.find(batch, self._latest, self._agreeing_group(self._latest))
+        return self._graphs.find(batch, self._latest, self._agreement.settled)
 
     def _launch(self, batch: Any, *, keep_batch: bool = False) -> LaunchedStep:
         """The first attempt, on the present budgets, as a graph where there is one."""
         if self._deferred:
-            refuse_gradients(batch)
+            check_batch(batch)
         captured = self._find(batch)
         if captured is not None:
             return self._graphs.launch(captured, batch, keep_batch=keep_batch)
-        step = self._attempt(batch, exact=False)
-        return replace(step, batch=copied(batch)) if keep_batch else step
+        return self._attempt(copied(batch) if keep_batch else batch, exact=False)
 
     def _attempt(self, batch: Any, *, exact: bool) -> LaunchedStep:
         self._zero_grad()
         ledger = StepLedger(exact=exact)
+        own = copied(batch)  # for the step to do with as it likes: it may have to run again
         with self._step_stream(), ledger.open():
-            result = self._step_fn(batch)
+            result = self._step_fn(own)
         self._latest = ledger
         self._layers.meet(ledger)
-        words = ledger.device_words(self._agreeing_group(ledger))
+        words = ledger.device_words(self._agreement.group_of(ledger))
         self._latch.place(words.device)
         return LaunchedStep.of(batch, result, ledger, words)
 
@@ -358,35 +389,12 @@ class StepRunner:
         finally:
             caller.wait_stream(self._graphs.stream)
 
-    def _agreeing_group(self, ledger: StepLedger | None) -> dist.ProcessGroup | None:
-        """The group over which the verdict has to be reduced; None where the ranks agree already."""
-        if self._group is None or ledger is None:
-            return None
-        world = dist.get_world_size(self._group)
-        if world == 1 or (ledger.dispatchers and all(d.ep_size == world for d in ledger.dispatchers)):
-            return None
-        return self._group
-
     def _zero_grad(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
 
 
-def _as_optimizers(given: Any) -> list[torch.optim.Optimizer]:
-    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given or [])
-    if not optimizers or not all(isinstance(entry, torch.optim.Optimizer) for entry in optimizers):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer or several of them, got {given!r}")
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(_no_step_inside)
-    return optimizers
-
-
-def _no_step_inside(*_: Any) -> None:
-    if current_ledger() is not None:
-        raise EPError(
-            "optimizer.step() was called inside step_fn: the StepRunner calls it, once the ranks have agreed that the "
-            "step is good"
-        )
+_deferring: WeakSet[StepRunner] = WeakSet()
 
 
 def _open_verdicts(runner: StepRunner | None) -> int:

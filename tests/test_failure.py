@@ -102,6 +102,22 @@ def runner_with_a_bad_argument(rank: int, world_size: int) -> tuple[Caught, floa
     return caught, seconds, untouched, runner.steps
 
 
+def one_rank_raises_too_late(rank: int, world_size: int) -> tuple[Caught, Caught]:
+    """Behind its last collective: rank 1 has not made the step, and would go on with it."""
+    dispatcher = ep_comm.Dispatcher(ep_comm.EPConfig(6, 2, 32, 8, mode="static", budget_rows=64, pair_rows=8))
+    model = torch.nn.Linear(32, 32)
+
+    def step(number: int) -> None:
+        d = dispatcher.dispatch(model(torch.ones(1, 32)), torch.tensor([[0, 3]]), torch.ones(1, 2))
+        dispatcher.combine(d.tokens, d.handle).sum().backward()
+        if rank == 1 and number == 1:
+            raise ValueError("the log is full")
+
+    runner = ep_comm.StepRunner(step, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    runner(0)
+    return expect_error(runner, 1), expect_error(runner, 2)
+
+
 def one_rank_is_elsewhere(rank: int, world_size: int) -> Caught:
     def body() -> None:
         with failing_fast("step 4" if rank == 1 else "step 5"):
@@ -126,7 +142,14 @@ def one_rank_is_killed(rank: int, world_size: int) -> tuple[Caught, float]:
     return timed(body)
 
 
-SCENES = (all_ranks_raise, one_rank_raises, runner_with_a_bad_argument, one_rank_is_elsewhere, one_rank_is_killed)
+SCENES = (
+    all_ranks_raise,
+    one_rank_raises,
+    runner_with_a_bad_argument,
+    one_rank_raises_too_late,
+    one_rank_is_elsewhere,
+    one_rank_is_killed,
+)
 
 
 def all_scenes(rank: int, world_size: int, folder: str) -> None:
@@ -175,6 +198,14 @@ def test_a_runner_ends_its_peers_and_undoes_the_step(scenes: dict[str, list[Any]
         assert caught.type == "PeerLostError" and seconds < SOON
         assert caught.message.startswith(f"rank 1 (host {HOST}) failed in step 1: ArgumentError: ")
     assert [state for _, _, *state in results] == [[True, 1]] * 3
+
+
+def test_a_rank_that_failed_alone_behind_the_last_collective_does_not_go_on(scenes: dict[str, list[Any]]) -> None:
+    results = scenes["one_rank_raises_too_late"]
+    assert results[1][0] == Caught("ValueError", "the log is full")
+    assert "rank 1: step 1 failed on this rank, but not on all" in results[1][1].message, results[1][1]
+    for first, second in (results[0], results[2]):
+        assert first.type == "" and second.type == "PeerLostError" and "the log is full" in second.message
 
 
 def test_a_rank_that_does_not_come_is_said_to_be_alive(scenes: dict[str, list[Any]]) -> None:
