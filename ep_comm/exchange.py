@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .transport.base import PlanRequest
 __all__ = ["Exchange"]
 
 _NO_LIMIT = 2**31 - 1
+_MAX_HEADERS = 256  # the least recently used go: with ragged batches every step may bring another number of tokens
 
 
 class Exchange:
@@ -50,7 +52,8 @@ class Exchange:
         self.rank, self.ordinal, self.name = rank, ordinal, name
         self.layout = CountMatrix(config, ep_size, transport.hosts)
         self._ep_size = ep_size
-        self._headers: dict[tuple[Any, ...], Header] = {}
+        self._headers: OrderedDict[tuple[Any, ...], Header] = OrderedDict()
+        self._captured: dict[tuple[Any, ...], Header] = {}
 
     def plan(
         self,
@@ -109,7 +112,7 @@ class Exchange:
 
     def prepare_capture(self) -> None:
         """Make what a capture may not make: status words for the budget in force, for all calls seen so far."""
-        for device, operation, _, num_tokens, dtype_code, _ in list(self._headers):
+        for device, operation, _, num_tokens, dtype_code, _ in [*self._captured, *self._headers]:
             self._header(device, operation, 0, num_tokens, dtype_code, self.budget.rows.rows).on(device)
 
     @property
@@ -150,6 +153,13 @@ class Exchange:
             return self.layout.header(word, sequence, *words)
         # Constant from call to call, so that a captured step copies nothing from the host.
         key = (device, operation, self._pair_rows, *words)
-        if key not in self._headers:
-            self._headers[key] = self.layout.header(word, self._pair_rows, *words)
-        return self._headers[key]
+        header = self._captured.get(key) or self._headers.pop(key, None)
+        if header is None:
+            header = self.layout.header(word, self._pair_rows, *words)
+        if key in self._captured or devices.is_capturing(device):
+            self._captured[key] = header  # the graph will read its words on the device for as long as it lives
+            return header
+        self._headers[key] = header
+        if len(self._headers) > _MAX_HEADERS:
+            self._headers.popitem(last=False)
+        return header

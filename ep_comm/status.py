@@ -26,6 +26,7 @@ from enum import IntEnum
 import torch
 
 from .config import EPConfig
+from .devices import is_capturing
 from .errors import ArgumentError, ClosedError, EPError, HandleError, RoutingError
 
 __all__ = [
@@ -132,6 +133,9 @@ class Header:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """int32 ``[5]`` on the device."""
+        if device not in self._on and is_capturing(device):
+            # Filled in by the graph, as a capture copies nothing from the host; the memory is the graph's own.
+            return torch.stack([torch.full((), word, dtype=torch.int32, device=device) for word in self.words])
         if device not in self._on:
             self._on[device] = torch.tensor(self.words, dtype=torch.int32).to(device, non_blocking=True)
         return self._on[device]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ep_comm
 from ep_comm import devices
 from ep_comm.config import worst_case_rows
+from ep_comm.status import Operation
 from tests import reference, steps
 from tests.harness import Caught, expect_error, run_ranks
 
@@ -334,3 +335,22 @@ def test_the_worst_case_is_reached_and_never_exceeded() -> None:
         splits = (c for c in itertools.product(range(pairs + 1), repeat=experts) if sum(c) == pairs)
         most = max(sum(-(-c // alignment) * alignment for c in split) for split in splits)
         assert worst_case_rows(pairs, experts, alignment) == most
+
+
+def test_ragged_batches_leave_a_bounded_number_of_status_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ep_comm.Dispatcher(make_config(max_tokens_per_rank=2000)) as dispatcher:
+        exchange = dispatcher._exchange
+
+        def header(tokens: int) -> Any:
+            return exchange._header(dispatcher.device, Operation.DISPATCH, 0, tokens, 0, 16)
+
+        with monkeypatch.context() as capturing:
+            capturing.setattr(devices, "is_capturing", lambda device: True)
+            captured = header(7)
+        used_before = header(8)
+        for tokens in range(9, 2000):
+            header(tokens)
+            assert header(8) is used_before
+        assert header(7) is captured  # which a graph reads
+        assert len(exchange._headers) + len(exchange._captured) <= 257
+        dispatcher.prepare_capture()
