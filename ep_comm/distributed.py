@@ -16,7 +16,7 @@ from .capture import release_graphs
 from .errors import ConfigError, PeerLostError
 from .extras import install_hint
 from .failure import stop_watching, watch
-from .gloo import let_gloo_finish
+from .gloo import leave_to_parent, let_gloo_finish
 from .launch import end_with_launcher
 from .launchers import LaunchInfo, detect_launcher
 
@@ -54,6 +54,7 @@ class _Owned:
     """The process group that :func:`init_distributed` made in this process, if any."""
 
     env: Env | None = None
+    pid: int | None = None  # of the process that made it: it is not a forked child's to destroy
     store: dist.Store | None = None  # keeps a server hosted by rank 0 alive
     hosts_store: bool = False
 
@@ -123,21 +124,25 @@ def init_distributed(
     )
     if _Owned.env is None:
         atexit.register(shutdown)
-    _Owned.env, _Owned.store, _Owned.hosts_store = env, store, hosts_store
+    _Owned.env, _Owned.store, _Owned.hosts_store, _Owned.pid = env, store, hosts_store, os.getpid()
     watch()
+    leave_to_parent()
     if env.world_size > 1 and env.launcher in ("torchrun", "openmpi", "mpich"):
         end_with_launcher()
     return env
 
 
 def shutdown(*, failed: bool | None = None) -> None:
-    """Destroy the process group that :func:`init_distributed` made. Harmless if there is none.
+    """Destroy the process group that :func:`init_distributed` made. Harmless if there is none, or in a forked child:
+    the group is its parent's.
 
     Args:
         failed: this rank gives up after an error, so the others must not be waited for. Under MPI the whole
             job is then aborted, because ``MPI_Finalize`` would wait for ranks that wait for this one.
             ``None`` looks whether an uncaught exception is ending the interpreter.
     """
+    if _Owned.env is not None and _Owned.pid != os.getpid():
+        return
     env, store, hosts_store = _Owned.env, _Owned.store, _Owned.hosts_store
     _Owned.env, _Owned.store, _Owned.hosts_store = None, None, False
     atexit.unregister(shutdown)

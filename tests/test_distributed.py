@@ -126,7 +126,7 @@ def test_launch_needs_a_rank() -> None:
 # ---- real processes -------------------------------------------------------------------------------------
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist, ep_comm
+import os, sys, torch, torch.distributed as dist, ep_comm
 env = ep_comm.init_distributed(timeout=60)
 total = torch.tensor([env.rank + 1])
 dist.all_reduce(total, group=env.group)
@@ -137,6 +137,10 @@ except ep_comm.ConfigError as error:
     assert "already initialised with 'gloo'" in str(error), error
 else:
     raise AssertionError("another backend was accepted")
+if (child := os.fork()) == 0:
+    sys.exit(0)  # leaves the process group to its parent
+assert os.waitpid(child, 0)[1] == 0
+dist.barrier()
 sys.stdout.write(
     f"{env.rank} of {env.world_size} local {env.local_rank} of {env.local_world_size} {env.launcher} "
     f"{env.backend} {env.device} sum {int(total)}\\n"
