@@ -90,7 +90,7 @@ def test_saved_budgets_are_looked_at(changes: object, named: str) -> None:
             with pytest.raises(ConfigError, match=f"rank 0: other: .*{named}"):
                 layers.load_state_dict({"known": good | {"budget_rows": 32}, "other": bad})
         with pytest.raises(ConfigError, match=named):
-            layers.load_state_dict({name: bad for name in naming.named_dispatchers(model)})
+            layers.load_state_dict(dict.fromkeys(naming.named_dispatchers(model), bad))
         assert dispatcher.state_dict() == good
         dispatcher.load_state_dict({})
         layers.load_state_dict({"other": good})
