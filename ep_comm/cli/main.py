@@ -19,6 +19,7 @@ from .tune import tune
 __all__ = ["app", "main"]
 
 USAGE_ERROR = 2
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 
 app = typer.Typer(
     name="ep-comm",
@@ -42,10 +43,13 @@ app.command("bench")(bench)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program and exit: 0, 1 for a failure, 2 for a bad option, 130 for Ctrl-C."""
+    """Run the program and exit: 0, 1 for a failure, 2 for a bad option, 130 for Ctrl-C, 141 for a closed pipe."""
     status = run(sys.argv[1:] if argv is None else list(argv))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        status = _reader_gone()
     if status and "RANK" in os.environ:
         # A rank that failed while others were still talking to it: PyTorch's own threads do not always survive
         # the end of the interpreter then ("terminate called without an active exception"), and the launcher
@@ -60,6 +64,12 @@ def run(argv: Sequence[str]) -> int:
         return int(app(args=list(argv) or ["--help"], prog_name="ep-comm", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        return _reader_gone()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # which rich turns into an exit
+            return _reader_gone()
+        raise
     except ConfigError as error:
         return _fail(str(error), USAGE_ERROR)
     except EPError as error:
@@ -71,6 +81,23 @@ def run(argv: Sequence[str]) -> int:
             program = context.command_path if context is not None else "ep-comm"
             return _fail(f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
         return _fail(f"unexpected {type(error).__name__}\n{traceback.format_exc().rstrip()}", 1)
+
+
+def _reader_gone() -> int:
+    """Nobody reads the output any more (``ep-comm train | head``): end as quietly as the shell's own programs do."""
+    # What is still in the buffers must not be tried again when the interpreter ends.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    if "torch.distributed" in sys.modules:
+        from ..distributed import first_failure, shutdown
+
+        first_failure()  # the ranks that this one takes along have nothing to say about it either
+        shutdown(failed=True)
+    return CLOSED_PIPE
 
 
 def _fail(message: str, status: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,13 @@ def _no_group(**_: object) -> Any:
     from types import SimpleNamespace
 
     return SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def test_a_reader_that_stops_ends_the_program_quietly() -> None:
+    command = [sys.executable, "-m", "ep_comm", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        program.stdout.close()
+        assert program.stderr.read() == b"" and program.wait() == 141
 
 
 def test_help_fits_80_columns() -> None:
