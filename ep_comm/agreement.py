@@ -76,7 +76,7 @@ def raise_reported(exchange: Exchange, matrix_PX: Tensor, own: Fault | None, *, 
         code = words[Word.FAULT]
         if code and not (recorded and code == FaultCode.EXPERT_ID):
             detail = own.detail if own is not None and other == rank else ""
-            raise error_from_words(words[Word.FAULT :], other, exchange.config, detail)
+            raise error_from_words(words[Word.FAULT :], other, exchange.config, detail, group=exchange.group)
     dispatching = mine[Word.OPERATION] & 3 == Operation.DISPATCH
     for other, words in enumerate(words_PX):
         if words[Word.DTYPE] != mine[Word.DTYPE]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from .config import EPConfig, round_up
 from .errors import BudgetExceededError, ConfigError
 from .ledger import Demand
+from .status import rank_name
 
 __all__ = ["Limit", "StaticBudget", "bucket_rows", "check_saved_budget"]
 
@@ -124,15 +127,17 @@ class StaticBudget:
         self.rows.peak = max(self.rows.peak, *demand.required_rows)
         self.pairs.peak = max(self.pairs.peak, demand.pair_tokens)
 
-    def exceeded(self, layer: str, rank: int, required: int, *, memory: int | None = None) -> BudgetExceededError:
+    def exceeded(
+        self, layer: str, rank: int, required: int, *, group: dist.ProcessGroup | None, memory: int | None = None
+    ) -> BudgetExceededError:
         """The error for a demand above the ceiling, or for ``memory`` bytes that are not free."""
         if memory is None:
             why = f"allowed are {self.rows.ceiling} (max_budget_rows, or the worst case of any routing)"
         else:
             why = f"but growing the budgets takes {memory / 2**20:.0f} MiB, more than is free on some rank"
         return BudgetExceededError(
-            f"{layer}: rank {rank} needs {required} rows, {why}; raise max_budget_rows or free memory, send fewer "
-            f"tokens, or balance the routing",
+            f"{layer}: {rank_name(rank, group)} needs {required} rows, {why}; raise max_budget_rows or free memory, "
+            f"send fewer tokens, or balance the routing",
             layer=layer,
             rank=rank,
             required_rows=required,

@@ -90,6 +90,7 @@ class Dispatcher:
             ordinal=self.ordinal,
             name=self.name,
             budget=self.budget,
+            group=group,
         )
         self.routing_hooks: list[Callable[[Dispatcher, Tensor], None]] = []
         """Called with this dispatcher and ``topk_idx`` on every dispatch that is not a recomputation."""
@@ -220,7 +221,7 @@ class Dispatcher:
     def finish_dispatch(self, topk_idx: Tensor, fault: Fault | None) -> None:
         """After the rows have moved: call the hooks, or raise what was wrong on this rank."""
         if fault is not None:
-            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
+            raise error_from_words(fault.words(), self.rank, self.config, fault.detail, group=self.group)
         if torch._C._current_graph_task_id() == -1:
             for hook in self.routing_hooks:
                 hook(self, topk_idx)
@@ -232,7 +233,7 @@ class Dispatcher:
             operation = Operation.WEIGHTED_COMBINE if apply_weights else Operation.COMBINE
             self._exchange.agree_to_combine(operation, self.device, expert_output, handle, fault)
         if fault is not None:
-            raise error_from_words(fault.words(), self.rank, self.config, fault.detail)
+            raise error_from_words(fault.words(), self.rank, self.config, fault.detail, group=self.group)
 
     def no_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Stand-ins for arguments that cannot be used, to take part in an exchange with."""
@@ -346,7 +347,7 @@ class Dispatcher:
         most = max(required_P)
         if max(most, rows) > limit.ceiling:
             where = required_P.index(most) if most > limit.ceiling else self.rank
-            raise self.budget.exceeded(self.name, where, max(most, rows))
+            raise self.budget.exceeded(self.name, where, max(most, rows), group=self.group)
         limit.rows = max(limit.rows, round_up(rows, self.config.alignment))
         if self._latest is not None:
             pairs.rows = pairs.target(max(map(max, self.pair_tokens)), headroom=0.0)
@@ -367,7 +368,7 @@ class Dispatcher:
     def recorded_error(self, demand: Demand, layer: str | None = None) -> EPError:
         """The error that a demand's fault words stand for."""
         detail = f"in {layer or self.name}"
-        return error_from_words(demand.fault_words, demand.fault_rank, self.config, detail)
+        return error_from_words(demand.fault_words, demand.fault_rank, self.config, detail, group=self.group)
 
     def device_status(self) -> Tensor | None:
         """The transport's error words on the device, see :meth:`ep_comm.transport.base.Transport.device_status`."""
@@ -406,7 +407,10 @@ class Dispatcher:
             self.budget.check_state_dict(state, owner)
 
     def close(self) -> None:
-        """Give back what the dispatcher owns. The process group stays the caller's. May be called twice."""
+        """Give back what the dispatcher owns. The process group stays the caller's. May be called twice.
+
+        Dispatches and combines then raise ClosedError; the backward passes of earlier ones still run.
+        """
         if not self._closed:
             self._closed = True
             self._transport.close()

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import devices
@@ -34,6 +35,7 @@ class Exchange:
         rank, ep_size: this rank's place in the group.
         ordinal, name: of the dispatcher, for the other ranks and for messages.
         budget: of static mode, None in eager mode.
+        group: the process group, for messages.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class Exchange:
         ordinal: int,
         name: str,
         budget: StaticBudget | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.config, self.budget = config, budget
+        self.config, self.budget, self.group = config, budget, group
         self.transport = transport
         self.rank, self.ordinal, self.name = rank, ordinal, name
         self.layout = CountMatrix(config, ep_size, transport.hosts)

@@ -136,7 +136,7 @@ class StaticLayers:
             if demand.overflowed and not dispatcher.drops:
                 required = max(demand.required_rows)
                 where = demand.required_rows.index(required)
-                raise dispatcher.budget.exceeded(self.name(dispatcher), where, required)
+                raise dispatcher.budget.exceeded(self.name(dispatcher), where, required, group=dispatcher.group)
         raise _exceeded_elsewhere()
 
     def count_overflows(self, verdict: Verdict) -> None:
@@ -171,7 +171,9 @@ class StaticLayers:
             dispatcher, demand, _ = max(growth, key=lambda entry: entry[2])
             required = max(demand.required_rows)
             where = demand.required_rows.index(required)
-            raise dispatcher.budget.exceeded(self.name(dispatcher), where, required, memory=total)
+            raise dispatcher.budget.exceeded(
+                self.name(dispatcher), where, required, memory=total, group=dispatcher.group
+            )
         for dispatcher, demand, _ in growth:
             dispatcher.budget.grow_to(demand, self._headroom)
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import string
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+import torch.distributed as dist
 
 from .config import EPConfig
 from .devices import is_capturing
@@ -43,6 +45,7 @@ __all__ = [
     "dtype_value",
     "error_from_words",
     "name_values",
+    "rank_name",
     "shape_values",
 ]
 
@@ -214,7 +217,18 @@ class Fault:
         return [int(self.code), *(max(-(2**31), min(v, 2**31 - 1)) for v in values)]
 
 
-def error_from_words(words: list[int], rank: int, config: EPConfig, detail: str = "") -> EPError:
+def rank_name(rank: int, group: dist.ProcessGroup | None) -> str:
+    """``rank 0``, and where ``group`` is not the world also which rank of the whole job that is."""
+    # A group that is destroyed already has no ranks to ask for.
+    with suppress(ValueError, RuntimeError, KeyError):
+        if group is not None and dist.get_process_group_ranks(group) != list(range(dist.get_world_size())):
+            return f"rank {rank} (global rank {dist.get_global_rank(group, rank)})"
+    return f"rank {rank}"
+
+
+def error_from_words(
+    words: list[int], rank: int, config: EPConfig, detail: str = "", *, group: dist.ProcessGroup | None
+) -> EPError:
     """The error that the status words of ``rank`` stand for.
 
     Args:
@@ -222,9 +236,10 @@ def error_from_words(words: list[int], rank: int, config: EPConfig, detail: str 
         rank: rank in the dispatcher's group that reported it.
         config: the dispatcher's configuration, for the allowed values.
         detail: what is only known on the rank itself, for example the name of a wrong dtype.
+        group: the dispatcher's.
     """
     code, values = FaultCode(words[0]), words[1 : 1 + FAULT_VALUES]
-    text = f"rank {rank}: {_sentence(code, values, config)}"
+    text = f"{rank_name(rank, group)}: {_sentence(code, values, config)}"
     if detail:
         text += f" ({detail})"
     if code is FaultCode.EXPERT_ID:

@@ -16,6 +16,7 @@ from torch import Tensor
 import ep_comm
 from ep_comm import ConfigError, Dispatcher, EPConfig, EPError, HandleError
 from ep_comm.cuda.window import WindowLayout
+from ep_comm.status import rank_name
 from ep_comm.transport import windows
 
 from .harness import Caught, expect_error, run_ranks
@@ -224,6 +225,12 @@ def test_ranks_agree_on_windows_whatever_was_collected() -> None:
 
 
 def no_memory_on_one_rank(rank: int, world_size: int) -> Caught:
+    last = dist.new_group([world_size - 1])
+    assert rank_name(1, dist.group.WORLD) == "rank 1" and rank_name(0, None) == "rank 0"
+    if rank == world_size - 1:
+        assert rank_name(0, last) == "rank 0 (global rank 1)"
+        caught = expect_error(Dispatcher(EPConfig(4, 2, 32, 8), last).dispatch, [], *inputs()[1:])
+        assert caught.message.startswith("rank 0 (global rank 1): tokens must be"), caught
     return expect_error(windows.require_everywhere, "no memory left" if rank == 1 else None, dist.group.WORLD)
 
 
