@@ -70,7 +70,8 @@ class EPConfig:
             arguments are good, at the price of one small all-gather and a host sync. ``False`` trusts
             the caller: a bad argument on one rank then leaves the others waiting for the timeout.
         timeout_seconds: how long a kernel of the symmetric transport waits for a peer before it records an
-            error. The collective transport has the process group's timeout instead.
+            error; dispatchers that share a window have that of the first of them. The collective transport has the
+            process group's timeout instead.
 
     Raises:
         ConfigError: (also a ``ValueError``) a field is out of range; the message names it.

@@ -51,6 +51,7 @@ class SharedWindow:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.key, self.layout, self.rank = key, layout, dist.get_rank(group)
+        self.timeout_seconds = timeout_seconds
         memory, problem = None, None
         try:
             memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
@@ -129,10 +130,14 @@ class WindowPlan(RoutingPlan):
 
 @dataclass
 class SymmetricRoute(Route):
-    """The tables of one dispatch; ``received`` holds this rank's rows after the first scatter."""
+    """The tables of one dispatch; ``received`` holds this rank's rows after the first scatter.
+
+    It keeps the window, so that a backward pass may follow after its dispatcher was closed.
+    """
 
     plan: WindowPlan
     sizing: Sizing
+    shared: SharedWindow
     received: Tensor | None = None
 
 
@@ -154,18 +159,21 @@ class SymmetricTransport(Transport):
         self._collective = CollectiveTransport(group, rank, ep_size)
         self._kernels = cuda_kernels(device)
         self._shared: SharedWindow | None = _window_for(config, group, device)
+        self._timeout_seconds = self._shared.timeout_seconds
         self._rank = rank
 
     def exchange_counts(self, message: Tensor, operation: str) -> Tensor:
         return self._collective.exchange_counts(message, operation)
 
     def make_plan(self, request: PlanRequest, rank: int) -> WindowPlan:
+        if self._shared is None:
+            raise self._closed()
         fault = request.fault
         if fault is None:
             fault = torch.zeros(1 + FAULT_VALUES, dtype=torch.int32, device=request.header.device)
         tables = ops.plan(
             self._kernels,
-            self._enter(),
+            self._shared.enter(),
             torch.cat([request.header, fault]),
             request.topk_idx_TK,
             request.topk_weights_TK,
@@ -192,7 +200,9 @@ class SymmetricTransport(Transport):
         )
 
     def open_route(self, plan: WindowPlan, sizing: Sizing) -> SymmetricRoute:
-        return SymmetricRoute(plan, sizing)
+        if self._shared is None:
+            raise self._closed()
+        return SymmetricRoute(plan, sizing, self._shared)
 
     def scatter_rows(
         self,
@@ -205,7 +215,7 @@ class SymmetricTransport(Transport):
         # The scalars of a route's first scatter were delivered by the plan, beside the rows' numbers.
         rows, weights_R, route.received = ops.scatter_rows(
             self._kernels,
-            self._enter(),
+            route.shared.enter(),
             rows_TH,
             route.plan.tables,
             route.sizing.rows,
@@ -230,7 +240,7 @@ class SymmetricTransport(Transport):
     ) -> tuple[Tensor, Tensor | None]:
         return ops.gather_sum(
             self._kernels,
-            self._enter(),
+            route.shared.enter(),
             rows_RH,
             route.plan.tables,
             route.received,
@@ -256,15 +266,13 @@ class SymmetricTransport(Transport):
         if operation:
             raise PeerLostError(
                 f"rank {self._rank}: {_OPERATIONS.get(operation, 'a kernel')} failed: rank {peer} did not arrive "
-                f"within timeout_seconds={self._config.timeout_seconds}; it died, or runs other operations than "
-                f"this rank"
+                f"within timeout_seconds={self._timeout_seconds} (of the first dispatcher that used this window); it "
+                f"died, or runs other operations than this rank"
             )
 
-    def _enter(self) -> ops.Window:
-        if self._shared is None:
-            raise ClosedError(f"rank {self._rank}: cannot dispatch or combine: the dispatcher has been closed")
-        return self._shared.enter()
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"rank {self._rank}: cannot dispatch or combine: the dispatcher has been closed")
 
     def close(self) -> None:
-        # The window goes with the last transport that uses it.
+        # The window goes with the last transport or route that uses it.
         self._shared = None
