@@ -167,7 +167,8 @@ def dequantize_mxfp8(q: MXFP8Tensor, dtype: torch.dtype = torch.bfloat16, out: T
         ArgumentError: (also a ``ValueError``) a wrong shape, dtype or device.
     """
     if dtype not in _FLOAT_DTYPES:
-        raise ArgumentError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+        got = dtype if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise ArgumentError(f"dtype must be float32, bfloat16 or float16, got {got}")
     data, scales = q
     if data.dtype != torch.float8_e4m3fn or data.dim() == 0:
         raise ArgumentError(

@@ -52,8 +52,9 @@ def check(
 ) -> int:
     """Check that expert parallelism works on these ranks, and how fast: environment, correctness, links, speed.
 
-    Run it under torchrun, mpirun or srun on the hosts in question; without a launcher it starts its own ranks on this
-    machine. Exit status 0: works, perhaps with warnings; 1: something is wrong.
+    Run it under torchrun, mpirun or srun on the hosts in question; without a
+    launcher it starts its own ranks on this machine. Exit status 0: works,
+    perhaps with warnings; 1: something is wrong.
     """
     if model:
         return _print_model(local_speed, network_speed)

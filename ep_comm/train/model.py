@@ -55,7 +55,7 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be from 0 to below 1, got {self.dropout!r}")
         if self.dense_first and self.layers < 2:
-            raise ConfigError(f"dense_first needs at least 2 layers, got layers={self.layers}")
+            raise ConfigError(f"dense_first needs layers from 2 on, got layers={self.layers}")
 
 
 class RMSNorm(nn.Module):

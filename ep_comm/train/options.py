@@ -163,7 +163,11 @@ class TrainOptions:
 
     def model_config(self) -> ModelConfig:
         """The model's shape."""
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
+        names = [field.name for field in fields(ModelConfig)]
+        try:
+            return ModelConfig(**{name: getattr(self, name) for name in names})
+        except ConfigError as error:
+            raise _in_flags(error, {name: _flag(name) for name in names}) from None
 
     def ep_config(self, mode: str | None = None) -> EPConfig:
         """The dispatchers' configuration, in ``mode`` or the mode of the options."""
@@ -188,10 +192,7 @@ class TrainOptions:
                 transport=self.transport,
             )
         except ConfigError as error:
-            # In the words of the command line.
-            names = "|".join(sorted(_CONFIG_FLAGS, key=len, reverse=True))
-            text = re.sub(rf"\b({names})\b", lambda match: _CONFIG_FLAGS[match[1]], str(error))
-            raise ConfigError(text) from None
+            raise _in_flags(error, _CONFIG_FLAGS) from None
 
     def layer_config(self, layer: int, ep_size: int | None = None, mode: str | None = None) -> EPConfig:
         """The configuration of one MoE layer, from 0; its budget is its own where a budget.json gives one.
@@ -253,6 +254,12 @@ _CONFIG_FLAGS = {
     "combine_backward_dtype": "--grad-dtype",
     "transport": "--transport",
 }
+
+
+def _in_flags(error: ConfigError, flags: dict[str, str]) -> ConfigError:
+    """The error in the words of the command line."""
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    return ConfigError(re.sub(rf"\b({names})\b", lambda match: flags[match[1]], str(error)))
 
 
 def _flag(name: str) -> str:

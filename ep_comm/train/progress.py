@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .loop import Trainer
 
-__all__ = ["TrainingProgress"]
+__all__ = ["TrainingProgress", "plural", "short"]
 
 _LINES = 10
 
@@ -53,7 +53,7 @@ class TrainingProgress:
         events = ""
         if run.mode == "static":
             overflows = sum(layer.overflows for layer in run.runner.budgets())
-            events = f"{overflows} overflows, {run.runner.replays} replays"
+            events = f"{plural(overflows, 'overflow')}, {plural(run.runner.replays, 'replay')}"
         if self._bar is not None:
             self._bar.update(self._task, completed=run.step, loss=f"{loss:.3f}", rate=short(rate), events=events)
             return
@@ -77,6 +77,11 @@ class TrainingProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 replay``, ``2 replays``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def short(value: float) -> str:

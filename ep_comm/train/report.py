@@ -18,6 +18,7 @@ from ..tables import print_table
 from ..tune.budgets import BudgetFile
 from .gradients import is_expert
 from .loop import Trainer
+from .progress import plural
 
 __all__ = ["count_parameters", "print_report", "run_facts", "step_milliseconds", "write_json"]
 
@@ -201,7 +202,7 @@ def _step_table(facts: dict[str, Any]) -> Table:
     table.add_column("ms", justify="right")
     for kind, entry in sorted(facts["step_milliseconds"].items(), key=lambda item: list(_STEP_NAMES).index(item[0])):
         table.add_row(_STEP_NAMES[kind], str(entry["steps"]), f"{entry['median']:.2f}")
-    table.caption = f"{facts['captures']} graphs captured, launched {facts['graph_replays']} times"
+    table.caption = f"{plural(facts['captures'], 'graph')} captured, launched {plural(facts['graph_replays'], 'time')}"
     table.caption_justify = "left"
     return table
 

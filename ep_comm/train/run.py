@@ -12,7 +12,7 @@ from .data import load_corpus
 from .loop import Trainer
 from .options import TrainOptions
 from .plot import plot_run
-from .progress import TrainingProgress, short
+from .progress import TrainingProgress, plural, short
 from .report import count_parameters, print_report, run_facts, step_milliseconds, write_json
 from .verify import compare_runs
 
@@ -100,13 +100,14 @@ def _announce(console: Console | None, run: Trainer) -> None:
     sequences = f"{run.corpus.num_sequences:,} sequences of {options.sequence_length}"
     console.print(f"  text   {short(run.corpus.num_bytes)}B, {sequences}")
     console.print(
-        f"  model  {options.layers} layers, {options.num_experts} experts top-{options.top_k}, "
+        f"  model  {plural(options.layers, 'layer')}, {options.num_experts} experts top-{options.top_k}, "
         f"{short(count_parameters(run))} weights in {options.dtype}"
     )
     console.print(f"  ranks  {env.world_size}, {env.backend} on {env.device.type}")
     console.print(f"  wire   dispatch {options.dispatch_dtype}, gradient of combine {options.grad_dtype}")
     if run.mode == "static":
-        rows = ", ".join(f"{layer.dispatcher.budget_rows:,}" for layer in run.layers)
+        least, most = (pick(layer.dispatcher.budget_rows for layer in run.layers) for pick in (min, max))
+        rows = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         console.print(f"  mode   static: no host sync; buffers of {rows} rows a layer and rank")
     else:
         console.print("  mode   eager: exact buffers, one host sync a dispatch")

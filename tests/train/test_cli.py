@@ -117,7 +117,7 @@ def test_failing_rank_is_heard_once_and_ends_the_others() -> None:
         ("--mode fast", "mode must be one of 'eager', 'static', got 'fast'"),
         ("--dispatch-dtype fp4", "--dispatch-dtype must be one of 'bf16', 'mxfp8', got 'fp4'"),
         ("--budget 4 --capacity-factor 2", "not both"),
-        ("--hidden-size 36", "hidden_size must be a multiple of 2 * heads = 8, got 36"),
+        ("--hidden-size 36", "--hidden-size must be a multiple of 2 * --heads = 8, got 36"),
         ("--hidden-size 40", "--hidden-size must be a multiple of 32 where MXFP8 is used, got --hidden-size=40"),
         ("--lr nan", "--lr must be finite and above 0, got nan"),
         ("--top-k 9", "--top-k must not be above --experts 8, got 9"),

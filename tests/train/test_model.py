@@ -86,7 +86,7 @@ def test_fp32_logits_are_fp32_in_a_bf16_model() -> None:
         ({"hidden_size": 18}, "hidden_size must be a multiple of 2 \\* heads = 4, got 18"),
         ({"dropout": 1.0}, "dropout must be from 0 to below 1, got 1.0"),
         ({"layers": 0}, "layers must be an integer from 1, got 0"),
-        ({"layers": 1, "dense_first": True}, "dense_first needs at least 2 layers, got layers=1"),
+        ({"layers": 1, "dense_first": True}, "dense_first needs layers from 2 on, got layers=1"),
     ],
 )
 def test_impossible_shapes_are_refused(options: dict[str, Any], message: str) -> None:
