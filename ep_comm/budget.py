@@ -107,8 +107,9 @@ class StaticBudget:
             # Requirements are multiples of the alignment, so rounding the ceiling down loses nothing.
             ceiling = min(ceiling, config.max_budget_rows // config.alignment * config.alignment)
         self._row_bytes = config.hidden_size * _BYTES_PER_ELEMENT
-        # More than the worst case would be memory that no routing can use.
-        start = min(config.initial_budget_rows(), ceiling)
+        start = config.initial_budget_rows()
+        if config.budget_rows is None:  # not asked for: more than the worst case is memory that no routing can use
+            start = min(start, ceiling)
         self.rows = Limit(start, ceiling, config.alignment)
         self.pairs = Limit(config.initial_pair_rows(ep_size), config.max_tokens_per_rank, 1)
         self.overflows = 0

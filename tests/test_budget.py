@@ -98,9 +98,10 @@ def test_saved_budgets_are_looked_at(changes: object, named: str) -> None:
 
 
 def test_a_budget_starts_no_higher_than_the_worst_case() -> None:
-    small = config(num_experts=4, max_tokens_per_rank=128, budget_rows=4096)
+    small = config(num_experts=4, max_tokens_per_rank=128, capacity_factor=9.0)
     assert StaticBudget(small, ep_size=1).rows.rows == small.worst_case_rows(1) == 304
     assert StaticBudget(small, ep_size=2).rows.rows == small.worst_case_rows(2) == 528
+    assert StaticBudget(config(num_experts=4, budget_rows=4096), ep_size=1).rows.rows == 4096  # asked for
 
 
 def test_initial_budgets() -> None:
