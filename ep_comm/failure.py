@@ -18,14 +18,13 @@ group's timeout, and a rank that is killed shows as a broken connection without 
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -67,6 +66,7 @@ class _State:
     moved: float = 0.0
     unusable: dist.Store | None = None
     broken_at: float | None = None
+    process: int = 0
 
 
 _state = _State()
@@ -135,24 +135,23 @@ class FailureCount:
 
     Args:
         group: its ranks have to fail together; None means one process.
+        number: tells what counts here from what else counts in the group; the same on all ranks.
     """
 
-    _numbers = itertools.count()
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, number: Callable[[], int]) -> None:
         self._group = group
-        self._key = f"ep_comm/failures/{next(self._numbers)}"
+        self._number = number
         self._count = 0
         self._waiting: str | None = None
 
     def note(self, step: int) -> None:
         """This rank has failed in ``step``."""
-        if self._group is None or dist.get_world_size(self._group) == 1 or watch() is None:
+        watcher = None if self._group is None or dist.get_world_size(self._group) == 1 else watch()
+        if watcher is None:
             return
         self._count += 1
-        self._waiting = f"{self._key}/{self._group.group_name}/{self._count}/{step}"
-        with suppress(RuntimeError):  # the store is gone: the job ends anyway
-            dist.distributed_c10d._get_default_store().add(self._waiting, 1)
+        self._waiting = f"ep_comm/failures/{self._group.group_name}/{self._number()}/{self._count}/{step}"
+        watcher.add(self._waiting, 1)
 
     def check(self, step: int) -> None:
         """Before going on: wait until the others have failed in ``step`` as well.
@@ -161,19 +160,21 @@ class FailureCount:
             EPError: they have not.
         """
         key, self._waiting = self._waiting, None
-        if key is None:
-            return
-        store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _SHARED_SECONDS
-        with suppress(RuntimeError):
-            while time.monotonic() < deadline:
-                if store.add(key, 0) >= dist.get_world_size(self._group):
-                    return
-                time.sleep(0.02)
-        raise EPError(
-            f"rank {dist.get_rank(self._group)}: step {step} failed on this rank, but not on all: the others are "
-            f"ahead, and training cannot go on. What may fail on one rank only belongs in front of the step's last "
-            f"collective"
-        )
+        watcher = None if key is None else watch()
+        deadline = time.monotonic() + _SHARED_SECONDS
+        while watcher is not None:
+            count = watcher.add(key, 0)
+            if count is None:
+                return  # the store is gone, and with it whoever served it: the next collective tells
+            if count >= dist.get_world_size(self._group):
+                return
+            if time.monotonic() > deadline:
+                raise EPError(
+                    f"rank {dist.get_rank(self._group)}: step {step} failed on this rank, but not on all: the others "
+                    f"are ahead, and training cannot go on. What may fail on one rank only belongs in front of the "
+                    f"step's last collective"
+                )
+            time.sleep(0.05)
 
 
 def watch() -> Watcher | None:
@@ -194,7 +195,7 @@ def watch() -> Watcher | None:
         log.debug("failures of other ranks are not seen at once: %s", error)
         _state.unusable = store
         return None
-    _state.broken_at = None
+    _state.broken_at, _state.process = None, os.getpid()
     atexit.register(stop_watching)
     return _state.watcher
 
@@ -208,7 +209,7 @@ def stop_watching(*, failed: bool | None = None) -> None:
     """
     watcher, _state.watcher = _state.watcher, None
     atexit.unregister(stop_watching)
-    if watcher is None:
+    if watcher is None or _state.process != os.getpid():  # a forked child has no thread, and its parent goes on
         return
     uncaught = sys.exc_info()[1] if failed else getattr(sys, "last_value", None)
     failed = uncaught is not None if failed is None else failed

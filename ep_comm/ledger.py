@@ -7,6 +7,7 @@ the ledger costs one copy to the host for all of them together.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -222,9 +223,14 @@ class AgreeingGroup:
         group: all ranks that train together, or None.
     """
 
+    _numbers = itertools.count(1)
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._reduces: bool | None = None
+        self._own_number = next(self._numbers)
+        self.number = 0
+        """Of this one among those of the group, the same on all ranks; 0 until it is settled."""
 
     @property
     def settled(self) -> dist.ProcessGroup | None:
@@ -242,9 +248,10 @@ class AgreeingGroup:
         world = dist.get_world_size(self._group)
         needed = not ledger.dispatchers or any(dispatcher.ep_size != world for dispatcher in ledger.dispatchers)
         if self._reduces is None:
-            flag = torch.tensor(int(needed), dtype=torch.int32, device=group_device(self._group))
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-            self._reduces = bool(flag)
+            facts = torch.tensor([int(needed), self._own_number], device=group_device(self._group))
+            dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group)
+            reduces, self.number = facts.tolist()
+            self._reduces = bool(reduces)
         if needed and not self._reduces:
             raise EPError(
                 f"rank {dist.get_rank(self._group)}: step_fn used a dispatcher of a smaller group, or none, for the "

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 from .attempt import LaunchedStep, copied
 from .capture import CapturedStep, GraphCache
 from .deferred import LAG, SETTLED_FIRST, Latch, PendingStep, Refusal, check_batch
-from .errors import ConfigError, EPError
+from .errors import ConfigError, EPError, PeerLostError
 from .failure import FailureCount, failing_fast
 from .layers import LayerBudget, StaticLayers
 from .ledger import AgreeingGroup, StepLedger, Verdict
@@ -112,7 +112,7 @@ class StepRunner:
         self._latest: StepLedger | None = None
         self._model = model
         self._agreement = AgreeingGroup(self._group)
-        self._failures = FailureCount(self._group)
+        self._failures = FailureCount(self._group, lambda: self._agreement.number)
         if self._deferred:
             runner = ref(self)
             for handle in Refusal(lambda: _open_verdicts(runner())).register(model, self._optimizers):
@@ -149,6 +149,8 @@ class StepRunner:
         with self._being_busy():
             try:
                 return self._run_ahead(batch) if self._deferred else self._run(batch)
+            except PeerLostError:
+                raise  # nobody goes on
             except Exception:
                 self._failures.note(self.steps)
                 raise

@@ -121,6 +121,12 @@ class Watcher:
             self._told.add(record.rank)
             self._ask(lambda: self._store.add(_heard(record), 1))
 
+    def add(self, key: str, amount: int) -> int | None:
+        """Add to a counter in the store; its value then, or None if the store does not answer."""
+        found: list[int] = []
+        self._ask(lambda: found.append(self._store.add(key, amount)))
+        return found[0] if found else None
+
     def ask_to_break(self, record: Record) -> None:
         """Ask every rank to break its connections: this rank is blocked. Called on the thread."""
         self._store.set(_stuck(record), "1")
