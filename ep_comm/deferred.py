@@ -90,13 +90,18 @@ class PendingStep:
         (given, spec), (right, other) = tree_flatten(self.launched.result), tree_flatten(result)
         if spec != other:
             return "the result has another structure"
+        problem = None
         for number, (old, new) in enumerate(zip(given, right, strict=True)):
             if not isinstance(old, Tensor):
                 continue
             if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
-                return f"tensor {number} of the result has another shape or dtype"
-            old.copy_(new)
-        return None
+                problem = f"tensor {number} of the result has another shape or dtype"
+                continue
+            try:
+                old.copy_(new)
+            except RuntimeError as error:  # an expanded tensor, say
+                problem = f"tensor {number} of the result cannot be written to: {error}"
+        return problem
 
 
 def check_batch(batch: Any) -> None:

@@ -39,7 +39,7 @@ log = logging.getLogger("ep_comm")
 
 _GRACE_SECONDS = 3.0
 _LAST_RESORT_SECONDS = 15.0
-_SHARED_SECONDS = 6.0  # longer than a rank needs to end with another's failure
+_SHARED_SECONDS = 120.0  # where the failure no longer stands, so that nobody can end with it
 # What gloo and NCCL really print: a user's own error may well mention them.
 _BACKEND_WORDS = ("gloo/transport/", "NCCL error", "NCCL communicator was aborted", "Connection closed by peer")
 
@@ -159,22 +159,24 @@ class FailureCount:
         Raises:
             EPError: they have not.
         """
-        key, self._waiting = self._waiting, None
-        watcher = None if key is None else watch()
+        watcher = None if self._waiting is None else watch()
         deadline = time.monotonic() + _SHARED_SECONDS
         while watcher is not None:
-            count = watcher.add(key, 0)
+            count = watcher.add(self._waiting, 0)
             if count is None:
-                return  # the store is gone, and with it whoever served it: the next collective tells
+                break  # the store is gone, and with it whoever served it: the next collective tells
             if count >= dist.get_world_size(self._group):
-                return
-            if time.monotonic() > deadline:
+                watcher.excuse()
+                break
+            # Who is ahead is blocked, and ends with this rank's failure; who is merely late has not heard of it.
+            if watcher.is_heard() or time.monotonic() > deadline:
                 raise EPError(
                     f"rank {dist.get_rank(self._group)}: step {step} failed on this rank, but not on all: the others "
                     f"are ahead, and training cannot go on. What may fail on one rank only belongs in front of the "
                     f"step's last collective"
                 )
             time.sleep(0.05)
+        self._waiting = None
 
 
 def watch() -> Watcher | None:

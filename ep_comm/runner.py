@@ -43,8 +43,9 @@ class StepRunner:
     ``step_fn(batch)`` does forward, backward and whatever reduces or clips gradients. The runner zeroes the
     gradients before it and calls ``optimizer.step()`` after it, once the ranks have agreed that nothing
     overflowed. Otherwise gradients, module buffers, random number generators and ``extra_state`` go back to
-    what they were and ``step_fn`` runs again on the same batch: it gets a copy of the batch each time, and may change
-    it. It must not change anything else that matters, and must not call ``optimizer.step()``.
+    what they were and ``step_fn`` runs again on the same batch: it gets a copy each time (of tensors, NumPy arrays and
+    the containers that ``torch.utils._pytree`` knows), and may change it. It must not change anything else that
+    matters, and must not call ``optimizer.step()``.
 
     Args:
         step_fn: called with the batch; its result is returned to the caller.
@@ -142,16 +143,17 @@ class StepRunner:
             Exception: whatever ``step_fn`` raised.
             PeerLostError: ``step_fn`` raised on another rank, or a rank was lost; see :func:`ep_comm.failing_fast`.
 
-            In every case model, optimizer, random number generators and extra state are as before the step. With
+            In every case model, optimizer, random number generators and extra state are as before the step (where an
+            optimizer's own ``step`` raises, what it and others before it have stepped stays). With
             ``check="deferred"`` the error may be that of an earlier step; that step and all behind it are then undone.
         """
         self._failures.check(self.steps)
         with self._being_busy():
             try:
                 return self._run_ahead(batch) if self._deferred else self._run(batch)
-            except PeerLostError:
-                raise  # nobody goes on
-            except Exception:
+            except (PeerLostError, _CommittedError):
+                raise  # nobody goes on, or the step is not undone
+            except BaseException:
                 self._failures.note(self.steps)
                 raise
 
@@ -224,7 +226,7 @@ class StepRunner:
             if verdict.overflow:
                 step, verdict = self._replay(batch, verdict, before)
                 result = step.result
-        self._commit(step, verdict)
+            self._commit(step, verdict)
         return result
 
     @contextmanager
@@ -328,7 +330,7 @@ class StepRunner:
             if (problem := step.deliver(result)) is not None
         ]
         if wrong:
-            raise EPError(
+            raise _CommittedError(
                 f"after a replay the result of step_fn cannot be put right in place ({'; '.join(wrong)}); the steps "
                 f"are committed. With check='deferred' return tensors whose shapes do not depend on the routing"
             )
@@ -394,6 +396,10 @@ class StepRunner:
     def _zero_grad(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+
+class _CommittedError(EPError):
+    """Something is wrong, but the step was made."""
 
 
 _deferring: WeakSet[StepRunner] = WeakSet()

@@ -47,12 +47,14 @@ class Record:
         rank, host: who failed, rank in the whole job.
         text: the sentence that every rank ends with.
         final: the process of that rank is ending, so it will not come back.
+        number: which failure of that rank it is.
     """
 
     rank: int
     host: str
     text: str
     final: bool = False
+    number: int = 0
 
     def encode(self) -> str:
         """As it is written into the store; equal records give equal text."""
@@ -85,6 +87,8 @@ class Watcher:
         self.doing = ""
         self.record: Record | None = None
         self.lost = False
+        self._excused: Record | None = None
+        self._published = 0
         self._notice = notice
         self._own: Record | None = None
         self._store = _own_connection(store)
@@ -98,7 +102,9 @@ class Watcher:
 
     def publish(self, text: str, *, final: bool = False) -> None:
         """Make this rank's failure known, unless another failure of the job stands already."""
-        self._ask(lambda: self._publish(Record(self.rank, self.host, text, final)))
+        self._published += 1
+        record = Record(self.rank, self.host, text, final, self._published)
+        self._ask(lambda: self._publish(record))
 
     def withdraw(self) -> None:
         """This rank goes on after its failure, so the others need not end."""
@@ -126,6 +132,16 @@ class Watcher:
         found: list[int] = []
         self._ask(lambda: found.append(self._store.add(key, amount)))
         return found[0] if found else None
+
+    def excuse(self) -> None:
+        """The failure that stands is one that all ranks had: its rank may take its time to come back."""
+        self._ask(self._excuse)
+
+    def is_heard(self) -> bool:
+        """Whether a rank has ended because of the failure that stands."""
+        self._ask(self._read)
+        record = self.record
+        return record is not None and bool(self.add(_heard(record), 0))
 
     def ask_to_break(self, record: Record) -> None:
         """Ask every rank to break its connections: this rank is blocked. Called on the thread."""
@@ -167,7 +183,7 @@ class Watcher:
     # ---- on the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_beat = 0.0
+        next_beat = next_look = 0.0
         try:
             while True:
                 try:
@@ -176,6 +192,9 @@ class Watcher:
                         return
                     command()
                 except queue.Empty:
+                    pass
+                if time.monotonic() >= next_look:  # also while commands come one behind the other
+                    next_look = time.monotonic() + _POLL_SECONDS
                     self._read()
                     self._tell()
                 if time.monotonic() >= next_beat:
@@ -194,13 +213,17 @@ class Watcher:
         if record is None:
             return
         stuck = self._store.check([_stuck(record)])
-        if stuck or record.rank != self.rank:
+        if stuck or (record.rank != self.rank and record != self._excused):
             self._notice(record, stuck)
 
     def _read(self) -> None:
         text = self._store.get(_FAILURE).decode() if self._store.check([_FAILURE]) else ""
         if text != (self.record.encode() if self.record is not None else ""):
             self.record = Record.decode(text) if text else None
+
+    def _excuse(self) -> None:
+        self._read()
+        self._excused = self.record
 
     def _publish(self, record: Record) -> None:
         self._own = record
